@@ -1,0 +1,21 @@
+"""specdec: composable decoding primitives for speculative decoding whose output law is exactly the target's."""
+
+from . import models, testing, tree
+from .acceptors import CoupledAcceptor, GreedyAcceptor, MatchAcceptor, RejectionAcceptor
+from .base import Acceptor, Context, ContextDrafter, Drafter, Planner, Verifier
+from .drafters import NGramDrafter, NullDrafter
+from .generation import Generation, generate, stream
+from .planning import FixedPlanner
+from .stats import Stats
+from .tree import chain
+from .types import Acceptance, Budget, Commit, DraftTree, Draws, Features, Kind, Round, TargetFacts, Verification
+from .verifiers import SequentialVerifier, TreeVerifier
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Acceptance", "Acceptor", "Budget", "Commit", "Context", "ContextDrafter", "CoupledAcceptor", "DraftTree", "Drafter", "Draws",
+    "Features", "FixedPlanner", "Generation", "GreedyAcceptor", "Kind", "MatchAcceptor", "NGramDrafter", "NullDrafter", "Planner",
+    "RejectionAcceptor", "Round", "SequentialVerifier", "Stats", "TargetFacts", "TreeVerifier", "Verification", "Verifier", "chain",
+    "generate", "models", "stream", "testing", "tree",
+]  # fmt: skip

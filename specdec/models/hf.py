@@ -1,0 +1,185 @@
+"""Hugging Face decoder-only models as targets. No other file knows transformers' internals.
+
+A model is taken as it is: nothing in it is switched, replaced or left behind. Whether it can be used is read from its structure, not
+from a list of names: a tree pass needs positions given by the caller, a mask of any shape, and keys and values in every layer that can
+be dropped token by token.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
+
+from ..cache.full import FullCache
+from ..types import Bool, Float, Int64, TargetFacts
+
+__all__ = ["HFTarget"]
+
+_OTHERWISE = "Any model can be run without a cache: verifier=SequentialVerifier(lambda ids: model(ids).logits[:, -1], vocab_size=...)"
+
+
+class HFTarget:
+    """A causal language model of transformers behind the `CausalTarget` protocol.
+
+    Args:
+        model: decoder-only, with a language-model head, full attention in every layer, and "sdpa" or "eager" attention.
+
+    Raises:
+        ValueError: the model can't be used; the message says why and what to do.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        text = model.config.get_text_config(decoder=True)
+        self._layers = _check(model, text)
+        self._model, self._text = model, text
+        self._keywords = _cache_keyword(model), _cache_keyword(model.base_model)
+        self._additive = ALL_MASK_ATTENTION_FUNCTIONS[text._attn_implementation] is eager_mask
+        self._facts = TargetFacts(
+            vocab_size=text.vocab_size, dtype=model.dtype, device=model.device,
+            max_positions=_max_positions(text), hidden_size=text.hidden_size, num_layers=text.num_hidden_layers,
+        )  # fmt: skip
+
+    @property
+    def facts(self) -> TargetFacts:
+        return self._facts
+
+    def new_cache(self, batch: int) -> FullCache:
+        return FullCache(batch)
+
+    def forward(self, tokens: Int64[Tensor, "B T"], positions: Int64[Tensor, "B T"], mask: Bool[Tensor, "B 1 T slots"] | None,
+                cache: FullCache, *, logits: bool, layers: tuple[int, ...] = ()) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+        """See `CausalTarget`."""
+        # Below the head, the prompt's logits are never computed.
+        module, keyword = (self._model, self._keywords[0]) if logits else (self._model.base_model, self._keywords[1])
+        slots = Cache(layers=[_Slots(cache, index) for index in range(self._text.num_hidden_layers)])
+        # no_grad rather than inference_mode: features may be trained on, and a cache outlives the call that made it.
+        with torch.no_grad(), _tap(self._layers, layers) as seen:
+            output = module(input_ids=tokens, position_ids=positions, attention_mask=self._mask(mask), use_cache=True, **{keyword: slots})
+        features = torch.cat([seen[layer].to(tokens.device) for layer in layers], -1) if layers else None
+        return output.logits if logits else None, features
+
+    def _mask(self, mask: Bool[Tensor, "B 1 T slots"] | None) -> Bool[Tensor, "B 1 T slots"] | Float[Tensor, "B 1 T slots"] | None:
+        if mask is None or not self._additive:
+            return mask
+        hidden = torch.finfo(self._facts.dtype).min
+        return torch.zeros(mask.shape, dtype=self._facts.dtype, device=mask.device).masked_fill_(~mask, hidden)
+
+
+class _Slots(DynamicLayer):
+    """One layer of a `FullCache`, in the shape in which models expect it."""
+
+    def __init__(self, cache: FullCache, index: int) -> None:
+        super().__init__()
+        self._cache, self._index = cache, index
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return self._cache.write(self._index, key_states, value_states)
+
+    def get_seq_length(self) -> int:
+        return self._cache.start
+
+
+@contextmanager
+def _tap(layers: nn.ModuleList, wanted: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+    """Collect the hidden states at these input boundaries while the block runs, and leave no hook behind."""
+    seen: dict[int, Tensor] = {}
+    handles = []
+
+    def before(index: int) -> Any:
+        def hook(module: nn.Module, args: tuple, kwargs: dict) -> None:
+            seen[index] = args[0] if args else kwargs["hidden_states"]
+
+        return hook
+
+    def after(module: nn.Module, args: tuple, output: Any) -> None:
+        seen[len(layers)] = output[0] if isinstance(output, tuple) else output
+
+    if wanted and not layers:
+        raise ValueError(f"layers: got {wanted}, but this model's decoder layers could not be found; use a drafter that reads no features")
+    if not all(0 <= index <= len(layers) for index in wanted):
+        raise ValueError(f"layers: got {wanted}; this model has the input boundaries 0 to {len(layers)}")
+    try:
+        for index in set(wanted):
+            if index < len(layers):
+                handles.append(layers[index].register_forward_pre_hook(before(index), with_kwargs=True))
+            else:
+                handles.append(layers[-1].register_forward_hook(after))
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+# ------------------------------------------------------------------------------------------------------- what can be used
+
+
+def _check(model: PreTrainedModel, text: Any) -> nn.ModuleList:
+    """Raise `ValueError` if the model can't be used; otherwise its decoder layers, none if they can't be found."""
+    name = type(model).__name__
+
+    def refuse(bad: Any, what: str, advice: str = _OTHERWISE) -> None:
+        if bad:
+            raise ValueError(f"model: {name} {what}. {advice}")
+
+    refuse(model.config.is_encoder_decoder or getattr(text, "add_cross_attention", False),
+           "has an encoder or attends to one; allowed are decoder-only models")  # fmt: skip
+    refuse(model.get_output_embeddings() is None, "has no language-model head", "Load it with AutoModelForCausalLM")
+    refuse(model._is_stateful, "keeps a recurrent state, which can't drop rejected tokens; allowed is full attention in every layer")
+    kinds = [type(layer) for layer in DynamicCache(config=text).layers]
+    other = [(i, kind.__name__) for i, kind in enumerate(kinds) if kind is not DynamicLayer]
+    refuse(other, f"needs other caches than full attention does ({other[0][1]} in layer {other[0][0]})" if other else "")
+    window = [] if getattr(text, "layer_types", None) else _active(text, "window", "chunk")
+    refuse(window, f"attends through a window ({', '.join(window)}); allowed is full attention in every layer")
+    refuse(getattr(text, "alibi", False), "places tokens by ALiBi, by their slot; allowed are models that take position_ids")
+    for module in (model, model.base_model):
+        missing = {"input_ids", "attention_mask", "position_ids"} - set(inspect.signature(module.forward).parameters)
+        refuse(missing, f"takes no {' and no '.join(sorted(missing))} in {type(module).__name__}.forward, which a tree pass must set")
+        refuse(not _cache_keyword(module), f"takes no cache in {type(module).__name__}.forward")
+    layers = _decoder_layers(model, text.num_hidden_layers)
+    # A vision tower may look both ways, so look at the decoder's own layers where they are known.
+    both_ways = [m for m in (layers or model).modules() if not getattr(m, "is_causal", True) or not getattr(m, "is_decoder", True)]
+    refuse(both_ways, "attends in both directions", "Load it as a decoder (config.is_decoder=True), if it was trained as one")
+    padding_based = any(hasattr(module, "create_position_ids_from_input_ids") for module in model.get_decoder().modules())
+    refuse(padding_based, "numbers positions from its padding token on; allowed are models whose first position is 0")
+    attention = text._attn_implementation
+    refuse(ALL_MASK_ATTENTION_FUNCTIONS.get(attention) not in (sdpa_mask, eager_mask),
+           f"uses {attention!r} attention, which takes no tree mask", 'Load it with attn_implementation="sdpa" (or "eager")')  # fmt: skip
+    if any(module.training for module in model.modules()):
+        adapters = {f"p={m.p}" for m in model.modules() if isinstance(m, nn.Dropout) and m.training and m.p > 0}
+        noise = _active(text, "drop", "jitter") or sorted(adapters)
+        refuse(noise, f"is in training mode with dropout or noise ({', '.join(noise)})", "Call model.eval() first")
+        recompute = any(getattr(module, "gradient_checkpointing", False) for module in model.modules())
+        refuse(recompute, "is in training mode with gradient checkpointing, which turns the cache off", "Call model.eval() first")
+    return layers
+
+
+def _active(text: Any, *words: str) -> list[str]:
+    """The config's positive numbers with one of these words in their names."""
+    found = [(key, value) for key, value in text.to_dict().items() if any(word in key for word in words)]
+    return [f"{key}={value}" for key, value in found if isinstance(value, (int, float)) and value > 0]
+
+
+def _decoder_layers(model: PreTrainedModel, number: int) -> nn.ModuleList:
+    lists = (module for module in model.get_decoder().modules() if isinstance(module, nn.ModuleList))
+    return next((layers for layers in lists if len(layers) == number), nn.ModuleList())
+
+
+def _max_positions(text: Any) -> int | None:
+    limit = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None) or {}
+    # Beyond this length the frequencies of all positions change at once, and keys cached before are no longer right.
+    return rope["original_max_position_embeddings"] if rope.get("rope_type") == "longrope" else limit
+
+
+def _cache_keyword(module: nn.Module) -> str:
+    """`cache` in newer transformers, `past_key_values` before and in code that came with a checkpoint."""
+    known = inspect.signature(module.forward).parameters
+    return next((key for key in ("cache", "past_key_values") if key in known), "")

@@ -1,0 +1,99 @@
+"""What every acceptor must pass: the battery, cell by cell, and what an exact law of one round cannot see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+
+from ..base import Acceptor
+from ..rng import CounterRng
+from ..tree import acceptable
+from ..types import Acceptance, Budget, DraftTree, Draws, Verification
+from .battery import Cell, battery, certify
+from .drafters import TableDrafter
+from .laws import Standing, emitted, hazard_defect, several_rounds, stand, target_law
+from .purity import WatchedAcceptor
+from .tables import TableVerifier, law_pairs
+from .tolerances import ROUND_LAW
+
+__all__ = ["acceptor_checks"]
+
+
+def law(acceptor: Acceptor, cell: Cell) -> None:
+    """The law of a round on one cell of the battery; kinds of draw that the acceptor does not take must be refused."""
+    (row,) = certify(acceptor, cells=[cell])
+    taken = cell.drafter.draws <= acceptor.takes
+    assert (row["verdict"] != "refused") == taken, f"takes {sorted(acceptor.takes)}, but draws {sorted(cell.drafter.draws)}: {row}"
+    assert row["verdict"] != "fail", f"{row['shape']}, {row['proposal']}: defect {row['defect']}; {row['reason']}"
+
+
+def two_rounds(acceptor: Acceptor) -> None:
+    """The law of two rounds through the real loop: no noise is used twice, and nothing leaks into the next round."""
+    for vocab_size, levels in ((2, "ii"), (2, "pw"), (2, "pp")):
+        pairs = law_pairs(vocab_size, 2)
+        drafter, verifier = TableDrafter(pairs.draft, levels), TableVerifier(pairs.target)
+        if not drafter.draws <= acceptor.takes:
+            continue
+        prompts = pairs.prompts[:2]
+        laws = several_rounds(drafter, verifier, WatchedAcceptor(acceptor), prompts, (4, len(levels), 2))
+        defect = max(hazard_defect(laws[prompt], target_law(verifier, prompt, greedy=acceptor.greedy)) for prompt in prompts)
+        assert not acceptor.lossless or defect <= ROUND_LAW, f"levels {levels}: the law of two rounds is off by {defect:.2e}"
+
+
+def _round(cell: Cell, rows: list[int]) -> tuple[Standing, DraftTree, Verification]:
+    """A drafted and verified round of these of the cell's prompts, each with the noise of its own."""
+    at = stand(cell.drafter, cell.verifier, [cell.prompts[row] for row in rows])
+    source = CounterRng(rows).round(range(len(rows)), at.positions, torch.device("cpu"))
+    tree = cell.drafter.propose(at.drafter, at.pending, Budget.of(*cell.plan, batch=len(rows)), source)
+    return at, tree, cell.verifier.verify(at.verifier, tree)
+
+
+def _accept(acceptor: Acceptor, cell: Cell, rows: list[int]) -> tuple[DraftTree, Acceptance]:
+    at, tree, verification = _round(cell, rows)
+    return tree, acceptor.accept(tree, verification, CounterRng(rows).round(range(len(rows)), at.positions, torch.device("cpu")))
+
+
+def answer(acceptor: Acceptor) -> None:
+    """The path starts at the root, goes down over nodes on which a draw landed, and has -1 behind its count."""
+    for cell in _taken(acceptor):
+        tree, got = _accept(acceptor, cell, list(range(len(cell.prompts))))
+        may = acceptable(tree).tolist()
+        for row, (path, count) in enumerate(zip(got.path.tolist(), got.count.tolist(), strict=True)):
+            where = f"{cell.shape}, {cell.proposal}, row {row}: path {path}, count {count}"
+            assert count >= 1 and path[0] == 0 and all(node == -1 for node in path[count:]), where
+            assert all(may[row][node] for node in path[1:count]), f"{where}: a node is no drafted one"
+            assert all(int(tree.parents[row, b]) == a for a, b in zip(path[: count - 1], path[1:count], strict=True)), where
+        assert bool(((got.next_token >= 0) & (got.next_token < cell.verifier.facts.vocab_size)).all())
+
+
+def batch_invariance(acceptor: Acceptor) -> None:
+    """A row's answer is the same among other rows, in another order, and alone."""
+    for cell in {cell.shape: cell for cell in _taken(acceptor)}.values():  # one way of drawing for each shape
+        order = [3, 1, 0, 2]
+        for row, text in zip(order, emitted(*_accept(acceptor, cell, order)), strict=True):
+            (alone,) = emitted(*_accept(acceptor, cell, [row]))
+            assert text == alone, f"{cell.shape}, {cell.proposal}, row {row}: {text} in the batch {order}, {alone} alone"
+
+
+def probes(acceptor: Acceptor) -> None:
+    """A node on which no draw landed is never accepted, whatever the target says."""
+    cell = next(_taken(acceptor))
+    at, tree, verification = _round(cell, list(range(len(cell.prompts))))
+    nothing = torch.full((len(tree.tokens), 0), -1)
+    bare = DraftTree(tree.tokens, tree.parents, Draws(nothing, nothing, nothing, frozenset()), tree.laws, tree.height)
+    source = CounterRng(range(len(tree.tokens))).round(range(len(tree.tokens)), at.positions, torch.device("cpu"))
+    count = acceptor.accept(bare, verification, source).count.tolist()
+    assert count == [1] * len(tree.tokens), f"accepted {count} nodes a row, the root among them, of trees on which no draw landed"
+
+
+def _taken(acceptor: Acceptor) -> Iterator[Cell]:
+    return (cell for cell in battery() if cell.drafter.draws <= acceptor.takes and cell.drafter.levels)
+
+
+def acceptor_checks(acceptor: Acceptor, cells: Sequence[Cell] | None = None) -> Iterator[tuple[str, Callable[[Acceptor], None]]]:
+    """The named checks of an acceptor."""
+    for cell in battery() if cells is None else cells:
+        yield f"law-{cell.shape}-{cell.proposal}".replace(" ", "-"), partial(law, cell=cell)
+    yield from {"two-rounds": two_rounds, "answer": answer, "batch-invariance": batch_invariance, "probes": probes}.items()

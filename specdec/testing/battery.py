@@ -1,0 +1,142 @@
+"""Every kind of draft that an acceptor may meet, and what its exact laws say about the acceptor."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from ..base import Acceptor
+from ..loop import compatible
+from .bounds import chain_optimum, level_optimum, point_optimum
+from .drafters import TableDrafter
+from .enumerate import Branch
+from .laws import TargetLaw, Tokens, expected_tokens, hazard_defect, one_round, tabulated
+from .purity import WatchedAcceptor
+from .tables import LawPairs, TableVerifier, law_pairs
+from .tolerances import ROUND_LAW
+from .truth import drafts
+
+__all__ = ["Cell", "battery", "certify"]
+
+SHAPES: dict[str, tuple[int, dict[str, Sequence[str]]]] = {
+    "chain 3": (3, {"point": "ppp", "iid": "iii", "without replacement": "www", "mixed": "ipi"}),
+    "tree (2,2)": (3, {"point": ("pp", "pp"), "iid": ("ii", "ii"), "without replacement": ("ww", "ww"), "mixed": ("rp", "rp")}),
+    "level 2": (4, {"point": ("pp",), "iid": ("ii",), "without replacement": ("ww",), "mixed": ("rp",)}),
+    "level 3": (4, {"point": ("ppp",), "iid": ("iii",), "without replacement": ("www",), "mixed": ("rpp",)}),
+    "merged paths (3,1)": (3, {"iid": ("iii", "i")}),
+    "merged samplers": (4, {"mixed": ("pIw",)}),
+    "empty": (3, {"none": ()}),
+    "uneven rows": (4, {"mixed": ("rp", "i")}),
+}
+"""Vocabulary and, for each way of drawing, the levels of a `TableDrafter`. Four tokens where siblings matter: with fewer, faults hide."""
+
+_DEAR = ("tree (2,2)", "merged paths (3,1)")
+_ENOUGH = ("close", "zeros", "one-hot target", "disjoint")
+"""Pairs of laws for the shapes with the most branches; the others are covered by the other shapes."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One shape drawn in one way, below prompts with several kinds of laws."""
+
+    shape: str
+    proposal: str
+    drafter: TableDrafter
+    pairs: LawPairs
+    prompts: tuple[Tokens, ...]
+
+    @property
+    def verifier(self) -> TableVerifier:
+        return TableVerifier(self.pairs.target)
+
+    @property
+    def plan(self) -> tuple[int, int, int]:
+        """Room for the whole tree."""
+        return 16, max(1, len(self.drafter.levels)), 9
+
+    def optimum(self, targets: Mapping[Tokens, TargetLaw]) -> list[float] | None:
+        """The most tokens that a lossless rule could emit in a round after each prompt, if there is a closed form."""
+        levels = self.drafter.levels
+        if all(level in ("i", "w", "r") for level in levels):
+            drafted = tabulated(TableVerifier(self.pairs.draft), self.prompts, len(levels))
+            return [chain_optimum(len(levels), targets[prompt], drafted[prompt]) for prompt in self.prompts]
+        points = set("".join(levels)) <= {"p"}
+        if not points and len(levels) != 1:
+            return None
+        found: dict[Tokens, list[Branch]] = {prompt: [] for prompt in self.prompts}
+        for branch in drafts(self.drafter, self.verifier, self.prompts, self.plan):
+            found[branch.root].append(branch)
+        if points:
+            return [point_optimum([draw.path for draw in found[prompt][0].result], targets[prompt]) for prompt in self.prompts]
+        return [
+            level_optimum([(frozenset(draw.token for draw in b.result), b.probability) for b in found[prompt]], targets[prompt]([()])[0])
+            for prompt in self.prompts
+        ]
+
+
+@cache
+def battery() -> tuple[Cell, ...]:
+    """All cells, ordered by shape."""
+    return tuple(_cells())
+
+
+def _cells() -> Iterator[Cell]:
+    for shape, (vocab_size, ways) in SHAPES.items():
+        for proposal, levels in ways.items():
+            pairs = law_pairs(vocab_size, max(1, len(levels)))
+            merge, uneven = shape.startswith("merged"), shape.startswith("uneven")
+            drafter = TableDrafter(pairs.draft, levels, other=pairs.other, merge=merge, uneven=uneven)
+            chosen = [p for p, name in zip(pairs.prompts, pairs.names, strict=True) if shape not in _DEAR or name in _ENOUGH]
+            yield Cell(shape, proposal, drafter, pairs, tuple(chosen))
+
+
+def certify(acceptor: Acceptor, *, cells: Sequence[Cell] | None = None, tolerance: float = ROUND_LAW) -> list[dict[str, Any]]:
+    """What an acceptor does to the output law, computed exactly on the battery in float64.
+
+    One row per cell of the battery, with the keys `acceptor`, `drafter`, `proposal` (how the tokens are drawn), `shape`, `lossless` (the
+    claim), `defect` (see `hazard_defect`, the worst over the pairs of laws), `expected_tokens` a round (mean over the pairs),
+    `efficiency` (their share of the most that a lossless rule could reach, None without a closed form), `verdict` and `reason`.
+    Verdicts: "pass"; "fail"; "lossy" for a defect of a rule that claims none of losslessness; "refused" where the draws are of a kind
+    that the acceptor does not take, and where nothing is decoded.
+
+    Args:
+        acceptor: the rule. Greedy rules are held against the argmax.
+        cells: of `battery()`; all of them if left out.
+        tolerance: of the defect.
+    """
+    return [_certificate(acceptor, cell, tolerance) for cell in (battery() if cells is None else cells)]
+
+
+def _certificate(acceptor: Acceptor, cell: Cell, tolerance: float) -> dict[str, Any]:
+    row = {
+        "acceptor": type(acceptor).__name__, "drafter": type(cell.drafter).__name__, "proposal": cell.proposal, "shape": cell.shape,
+        "lossless": acceptor.lossless, "defect": None, "expected_tokens": None, "efficiency": None, "verdict": "refused", "reason": None,
+    }  # fmt: skip
+    try:
+        compatible(cell.drafter, acceptor, acceptor.greedy)
+    except ValueError as error:
+        return row | {"reason": str(error)}
+    try:
+        laws = one_round(cell.drafter, cell.verifier, WatchedAcceptor(acceptor), cell.prompts, cell.plan)
+    except AssertionError as error:
+        return row | {"verdict": "fail", "reason": f"{type(error).__name__}: {error}"}
+    targets = tabulated(cell.verifier, cell.prompts, len(cell.drafter.levels), greedy=acceptor.greedy)
+    defects = {prompt: hazard_defect(laws[prompt], targets[prompt]) for prompt in cell.prompts}
+    worst = max(defects, key=lambda prompt: defects[prompt])
+    tokens = [expected_tokens(laws[prompt]) for prompt in cell.prompts]
+    best = cell.optimum(targets)
+    efficiency = None if best is None else _share(tokens, best)
+    row |= {"defect": defects[worst], "expected_tokens": math.fsum(tokens) / len(tokens), "efficiency": efficiency}
+    if defects[worst] <= tolerance:
+        return row | {"verdict": "pass"}
+    kind = dict(zip(cell.pairs.prompts, cell.pairs.names, strict=True))[worst]
+    return row | {"verdict": "fail" if acceptor.lossless else "lossy", "reason": f"worst for the pair of laws {kind!r}, prompt {worst}"}
+
+
+def _share(tokens: Sequence[float], best: Sequence[float]) -> float:
+    """Accepted tokens as a share of what could have been; the correction or bonus comes for free and does not count."""
+    could = math.fsum(best) - len(best)
+    return (math.fsum(tokens) - len(tokens)) / could if could > 0 else 1.0

@@ -1,0 +1,203 @@
+"""Negative controls: acceptors with one fault each, the check that must reject them, and the honest acceptor beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ..acceptors import MatchAcceptor, RejectionAcceptor
+from ..acceptors.residual import step
+from ..base import Acceptor
+from ..rng import Purpose, Source
+from ..tree import depths, draw_law, path_to, sort_draws
+from ..types import Acceptance, Bool, DraftTree, Float, Kind, Verification
+from .mutants import Mutant, normalised
+
+__all__ = ["Block", "Recursive", "mutant_acceptors", "position_coin", "round_coin"]
+
+Weights = Float[Tensor, "B V"]
+
+
+def _left(law: Weights, drafted: Weights) -> Weights:
+    rest = (law - drafted).clamp_min(0)
+    mass = rest.sum(-1, keepdim=True)
+    return torch.where(mass > 0, rest / torch.where(mass > 0, mass, 1), law)
+
+
+class Recursive(Acceptor):
+    """Recursive rejection in which each decision may be replaced by a faulty one.
+
+    Args:
+        weigh: `num, den` of a coin, from the honest ones.
+        left: the law that the node goes on with when a child fails, from: what it had, the target's at the node, the target's at the child,
+            the draft's.
+        finish: the law of the correction or bonus, from: what is left, the target's at the node, the last failed child's draft law, and
+            whether any child failed.
+        number: of a coin, from its honest number and the depth of the child.
+    """
+
+    lossless: ClassVar[bool] = True
+    takes: ClassVar[frozenset[Kind]] = frozenset(Kind)
+
+    def __init__(self, *, weigh: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda num, den: (num, den),
+                 left: Callable[[Weights, Weights, Weights, Weights], Weights] = lambda had, target, child, draft: _left(had, draft),
+                 finish: Callable[[Weights, Weights, Weights, Bool[Tensor, " B"]], Weights] = lambda left, target, draft, failed: left,
+                 number: Callable[[int, int], int] = lambda number, depth: number) -> None:  # fmt: skip
+        self.weigh, self.left, self.finish, self.number = weigh, left, finish, number
+
+    def accept(self, tree: DraftTree, verification: Verification, source: Source) -> Acceptance:
+        law = verification.logp.exp()
+        rows, vocab = torch.arange(len(law)), law.shape[-1]
+        node = torch.zeros(len(law), dtype=torch.int64)
+        residual = law[:, 0]
+        failed, tried = torch.zeros(len(law), dtype=torch.bool), torch.zeros_like(residual)
+        order, parents = sort_draws(tree)
+        for number in range(order.shape[1]):
+            draw, here = order[:, number], parents[:, number] == node
+            child = tree.draws.node[rows, draw].clamp_min(0)
+            token, drafted = tree.tokens[rows, child], draw_law(tree, draw, law.dtype, vocab)
+            num, den = self.weigh(residual[rows, token], drafted[rows, token])
+            depth = int(depths(tree.parents)[rows, child].max())
+            passed = source.accept(num, den, self.number(number, depth), here)
+            rest = self.left(residual, law[rows, node], law[rows, child], drafted)
+            failed = torch.where(here, ~passed, failed)
+            tried = torch.where((here & ~passed)[:, None], drafted, tried)
+            residual = torch.where(passed[:, None], law[rows, child], torch.where(here[:, None], rest, residual))
+            node = torch.where(passed, child, node)
+        path, count = path_to(tree.parents, node)
+        last = self.finish(residual, law[rows, node], tried, failed)
+        return Acceptance(path, count, source.categorical(last, Purpose.NEXT, 0))
+
+
+class Block(Acceptor):
+    """Block verification (Sun et al. 2024) on chains, written for the faults that it may have.
+
+    Args:
+        coin: draws a coin of this probability; the honest one is addressed by the round's pending token.
+    """
+
+    lossless: ClassVar[bool] = True
+    takes: ClassVar[frozenset[Kind]] = frozenset(Kind)
+
+    def __init__(self, coin: Callable[[Source, Tensor, int, Tensor], Tensor]) -> None:
+        self.coin = coin
+
+    def accept(self, tree: DraftTree, verification: Verification, source: Source) -> Acceptance:
+        law = verification.logp.exp()
+        batch, nodes, vocab = law.shape
+        rows, last = torch.arange(batch), nodes - 1
+        drawn = tree.parents >= 0
+        drawn[:, 0] = True
+        budget, ends = [law.new_ones(batch)], []
+        for i in range(last):
+            drafted = draw_law(tree, torch.full((batch,), i), law.dtype, vocab)
+            num, den, failed, rest = step(budget[i], law[:, i], drafted, tree.tokens[:, i + 1])
+            budget.append(torch.where(den > 0, num / torch.where(den > 0, den, 1), 0).clamp_max(1))
+            leaf = ~drawn[:, i + 1]
+            ends.append((torch.where(leaf, budget[i], failed), torch.where(leaf[:, None], law[:, i], rest)))
+        ends.append((budget[last], law[:, last]))
+        done, node, final = torch.zeros(batch, dtype=torch.bool), torch.zeros_like(rows), ends[0][1]
+        for i in range(last, 0, -1):
+            chance, rest = ends[i]
+            hit = self.coin(source, chance, i, drawn[:, i] & ~done)
+            node, final = torch.where(hit, i, node), torch.where(hit[:, None], rest, final)
+            done = done | hit
+        path, count = path_to(tree.parents, node)
+        return Acceptance(path, count, source.categorical(final, Purpose.NEXT, 0))
+
+
+def round_coin(source: Source, chance: Tensor, number: int, active: Tensor) -> Tensor:
+    return source.accept(chance, torch.ones_like(chance), number, active)
+
+
+def position_coin(source: Source, chance: Tensor, number: int, active: Tensor) -> Tensor:
+    """A coin that belongs to the drafted token's own absolute position. Coins behind the accepted token were looked at, and the next
+    round would look at them again."""
+    return (source.categorical(torch.stack([chance, 1 - chance], -1), Purpose.TARGET, number, active) == 0) & active
+
+
+class _Impure(Acceptor):
+    """Rounds the target's law in place."""
+
+    lossless: ClassVar[bool] = True
+    takes: ClassVar[frozenset[Kind]] = frozenset(Kind)
+
+    def accept(self, tree: DraftTree, verification: Verification, source: Source) -> Acceptance:
+        verification.logp.clamp_(min=-1e4)
+        return RejectionAcceptor().accept(tree, verification, source)
+
+
+class _FirstRow(Acceptor):
+    """Takes the first row's law where its own is more spread."""
+
+    lossless: ClassVar[bool] = True
+    takes: ClassVar[frozenset[Kind]] = frozenset(Kind)
+
+    def accept(self, tree: DraftTree, verification: Verification, source: Source) -> Acceptance:
+        logp = verification.logp.clone()
+        spread = logp[:, :1].amax(-1, keepdim=True) < logp[:1, :1].amax(-1, keepdim=True)
+        return MatchAcceptor().accept(tree, Verification(torch.where(spread, logp[:1], logp)), source)
+
+
+class _Probing(Acceptor):
+    """Accepts whatever node holds the target's token, drafted or not."""
+
+    lossless: ClassVar[bool] = True
+    takes: ClassVar[frozenset[Kind]] = frozenset(Kind)
+
+    def accept(self, tree: DraftTree, verification: Verification, source: Source) -> Acceptance:
+        return MatchAcceptor().accept(DraftTree(tree.tokens, tree.parents), verification, source)
+
+
+class _Trailing(Acceptor):
+    """Leaves node ids behind the end of its path."""
+
+    lossless: ClassVar[bool] = True
+    takes: ClassVar[frozenset[Kind]] = frozenset(Kind)
+
+    def accept(self, tree: DraftTree, verification: Verification, source: Source) -> Acceptance:
+        got = MatchAcceptor().accept(tree, verification, source)
+        return Acceptance(got.path.clamp_min(0), got.count, got.next_token)
+
+
+def mutant_acceptors() -> dict[str, Mutant]:
+    """Every faulty acceptor by the name of its fault."""
+    honest: Any = Recursive()
+
+    def wrong(check: str, says: str = "defect [0-9.]+(e-0[12])?;", **fault: Any) -> Mutant:
+        return Mutant(Recursive(**fault), check, honest, says)
+
+    chain, tree, level = "law-chain-3-iid", "law-tree-(2,2)-without-replacement", "law-level-2-iid"
+    return {
+        "no residual": wrong(chain, finish=lambda left, target, draft, failed: target),
+        "residual of the wrong node": wrong(chain, left=lambda had, target, child, draft: _left(child, draft)),
+        "residual forgets most of the draft's law": wrong(
+            chain, left=lambda had, target, child, draft: _left(had, draft * (draft >= draft.amax(-1, keepdim=True)))
+        ),
+        "residual not chained among siblings": wrong(tree, left=lambda had, target, child, draft: _left(target, draft)),
+        "siblings tested against the target, not the residual": wrong(
+            level, left=lambda had, target, child, draft: target,
+            finish=lambda left, target, draft, failed: torch.where(failed[:, None], _left(target, draft), left),
+        ),
+        "bonus from unprocessed logits": wrong(  # before a temperature of one half
+            chain, finish=lambda left, target, draft, failed: torch.where(failed[:, None], left, normalised(left.sqrt()))
+        ),
+        "bonus from the last residual": wrong(tree, finish=lambda left, target, draft, failed: _left(left, draft)),
+        "accepts with <=, so also at p = 0": wrong(
+            chain, "defect [0-9.]+e-08", weigh=lambda num, den: (torch.where(num > 0, num, den * 2.0**-24), den)
+        ),
+        "ratio the wrong way round": wrong(chain, weigh=lambda num, den: (den, num)),
+        "lenience": wrong(chain, weigh=lambda num, den: (num * 1.1, den)),
+        "accepts whenever p >= q": wrong(chain, weigh=lambda num, den: ((num >= den) * den, den)),
+        "one coin for all siblings": wrong(level, "AddressReuse.*purpose ACCEPT, number 1", number=lambda number, depth: depth),
+        "coins belong to absolute positions": Mutant(
+            Block(position_coin), "two-rounds", Block(round_coin), "AddressReuse.*purpose TARGET"
+        ),
+        "writes into its arguments": Mutant(_Impure(), chain, RejectionAcceptor(), "Touched: verification.logp"),
+        "sees its batch mates": Mutant(_FirstRow(), "batch-invariance", MatchAcceptor(), "in the batch"),
+        "accepts probes": Mutant(_Probing(), "probes", MatchAcceptor(), "no draw landed"),
+        "path not padded with -1": Mutant(_Trailing(), "answer", MatchAcceptor(), "count 1"),
+    }  # fmt: skip

@@ -1,0 +1,274 @@
+"""Negative controls: drafters with one fault each, the check that must reject them, and the honest drafter beside them.
+
+Most of these faults were shipped somewhere. A check that lets its mutant pass is worth nothing.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base import Acceptor, Context, ContextDrafter, Drafter
+from ..models.table import TableModel
+from ..ragged import Ragged
+from ..rng import Purpose, Source
+from ..tree import ancestors, chain, draw_parents
+from ..types import PAD, Bool, Budget, Commit, DraftTree, Float, Int64, Kind, Round
+from .drafters import TableDrafter
+
+__all__ = ["Mutant", "mutant_drafters"]
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A part with a fault."""
+
+    part: Drafter | Acceptor
+    check: str
+    """The check of `checks_for` that must reject it."""
+    honest: Drafter | Acceptor
+    """The same part without the fault, which must pass that check."""
+    says: str
+    """What the check says, as a regular expression: the mutant must fail for its own fault."""
+
+
+class _Held(Drafter):
+    """A drafter that changes what another one does in one way: its tree, or the source it draws from."""
+
+    def __init__(self, inner: Drafter, alter: Callable[[DraftTree], DraftTree] = lambda tree: tree,
+                 source: Callable[[Source], Source] = lambda source: source) -> None:  # fmt: skip
+        self.inner, self.alter, self.source = inner, alter, source
+        self.draws = frozenset(Kind)
+
+    def begin(self, ctx: Context) -> Any:
+        return self.inner.begin(ctx)
+
+    def propose(self, state: Any, pending: Int64[Tensor, " B"], budget: Budget, source: Source) -> DraftTree:
+        return self.alter(self.inner.propose(state, pending, budget, self.source(source)))
+
+    def observe(self, state: Any, commit: Commit, round: Round | None = None) -> Any:
+        return self.inner.observe(state, commit, round)
+
+    def select(self, state: Any, rows: Sequence[int]) -> Any:
+        return self.inner.select(state, rows)
+
+
+# -------------------------------------------------------------------------------------- trees that do not say what was drawn
+
+
+def normalised(weights: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows V"]:
+    return weights / weights.sum(-1, keepdim=True).clamp_min(1e-300)
+
+
+def _redrawn(tree: DraftTree, **changes: Any) -> DraftTree:
+    assert tree.draws is not None
+    return replace(tree, draws=replace(tree.draws, **changes))
+
+
+def other_temperature(tree: DraftTree) -> DraftTree:
+    return replace(tree, laws=normalised(tree.laws**0.5))
+
+
+def raw_law(tree: DraftTree) -> DraftTree:
+    """The law before top-k: what was drawn from is its truncation, exactly."""
+    assert tree.laws is not None
+    least = torch.where(tree.laws > 0, tree.laws, 1).amin(-1, keepdim=True)
+    return replace(tree, laws=normalised(torch.where(tree.laws > 0, tree.laws, least / 2)))
+
+
+def as_sampled(tree: DraftTree) -> DraftTree:
+    """Chosen tokens, declared as samples of a law of which they are the argmax."""
+    draws, vocab_size = tree.draws, tree.laws.shape[-1]
+    token = tree.tokens.gather(1, draws.node.clamp_min(0))
+    laws = 0.6 * torch.nn.functional.one_hot(token, vocab_size).double() + 0.4 / vocab_size
+    numbers = torch.arange(draws.node.shape[1]).expand_as(draws.node)
+    return _redrawn(replace(tree, laws=laws), kind=torch.full_like(draws.kind, Kind.IID), law=numbers, kinds=None)
+
+
+def as_iid(tree: DraftTree) -> DraftTree:
+    """Drawn without replacement, declared as drawn with it."""
+    return _redrawn(tree, kind=torch.full_like(tree.draws.kind, Kind.IID), kinds=None)
+
+
+def _likelihood(tree: DraftTree) -> Float[Tensor, "B M"]:
+    """What each draw's law says of its token."""
+    token = tree.tokens.gather(1, tree.draws.node.clamp_min(0))
+    rows = torch.arange(len(token))[:, None]
+    return tree.laws[rows, tree.draws.law.clamp_min(0), token]
+
+
+def _without(tree: DraftTree, gone: Bool[Tensor, "B M"]) -> DraftTree:
+    """The tree less these draws, and less the nodes below them."""
+    lost = torch.zeros(len(gone), tree.tokens.shape[1] + 1, dtype=torch.bool)
+    lost = lost.scatter(1, torch.where(gone, tree.draws.node, tree.tokens.shape[1]), True)[:, :-1]
+    lost = (ancestors(tree.parents) & lost[:, None, :]).any(-1)
+    node = torch.where(lost.gather(1, tree.draws.node.clamp_min(0)), -1, tree.draws.node)
+    return _redrawn(replace(tree, parents=torch.where(lost, PAD, tree.parents)), node=node, kinds=None)
+
+
+def unlikely_dropped(tree: DraftTree) -> DraftTree:
+    """A confidence threshold that takes the drawn token away instead of stopping behind it."""
+    return _without(tree, (tree.draws.node >= 0) & (_likelihood(tree) < 0.3))
+
+
+def best_kept(tree: DraftTree) -> DraftTree:
+    """Siblings reranked by their values, and only the best kept, declared as if nothing had happened."""
+    parent, likelihood = draw_parents(tree), _likelihood(tree)
+    better = (parent[:, :, None] == parent[:, None, :]) & (likelihood[:, None, :] > likelihood[:, :, None])
+    return _without(tree, (tree.draws.node >= 0) & (better & (tree.draws.node >= 0)[:, None, :]).any(-1))
+
+
+def resorted(tree: DraftTree) -> DraftTree:
+    """Siblings put in order of likelihood instead of draw order."""
+    key = draw_parents(tree).double() - _likelihood(tree) / 2
+    order = torch.where(tree.draws.node < 0, torch.inf, key).argsort(dim=-1, stable=True)
+    node, kind, law = (part.gather(1, order) for part in (tree.draws.node, tree.draws.kind, tree.draws.law))
+    return _redrawn(tree, node=node, kind=kind, law=law)
+
+
+def multiplicity_forgotten(tree: DraftTree) -> DraftTree:
+    """A trie of sampled paths in which every node counts as drawn once."""
+    node = tree.draws.node
+    again = (node[:, :, None] == node[:, None, :]) & (torch.arange(node.shape[1])[None, :] < torch.arange(node.shape[1])[:, None])
+    return _redrawn(tree, node=torch.where(again.any(-1), -1, node), kinds=None)
+
+
+# ------------------------------------------------------------------------------------------- drafters that break the interface
+
+
+class _CorrectionNoise(Source):
+    """Draws the draft with the noise of the correction (seen as: the recovery draw re-uses the draft's noise vector)."""
+
+    def __init__(self, inner: Source) -> None:
+        self.inner = inner
+
+    def accept(self, num: Tensor, den: Tensor, number: int, active: Tensor | None = None) -> Tensor:
+        return self.inner.accept(num, den, number, active)
+
+    def categorical(self, weights: Tensor, purpose: Purpose, number: int, active: Tensor | None = None) -> Tensor:
+        return self.inner.categorical(weights, Purpose.NEXT, number, active)
+
+    def part(self, index: int) -> Source:
+        return _CorrectionNoise(self.inner.part(index))
+
+
+class _Guess(ContextDrafter):
+    """Two tokens per row from a function of all rows and the budget."""
+
+    def __init__(self, guess: Callable[[list[Tensor], Budget], Any]) -> None:
+        self._guess = guess
+
+    def guess(self, ids: list[Tensor], budget: Budget) -> Any:
+        return self._guess(ids, budget)
+
+
+def _memory() -> Callable:
+    seen: list[int] = []
+
+    def guess(ids: list[Tensor], budget: Budget) -> list[list[int]]:
+        seen.extend(int(row[-1]) for row in ids)
+        return [[seen[-len(ids) - 1]] if len(seen) > len(ids) else [] for _ in ids]
+
+    return guess
+
+
+class _Careless(Drafter):
+    """Guesses that the last token is said again; `select` and `observe` may be done wrong."""
+
+    def __init__(self, *, deaf: bool = False, writes: bool = False) -> None:
+        self.deaf, self.writes = deaf, writes
+
+    def begin(self, ctx: Context) -> Ragged:
+        return Ragged.empty(ctx.batch)
+
+    def propose(self, state: Ragged, pending: Int64[Tensor, " B"], budget: Budget, source: Source) -> DraftTree:
+        before = [int(state.row(row)[-1]) if state.lengths[row] else 0 for row in range(len(pending))]
+        return chain([[token][:room] for token, room in zip(before, budget.nodes.tolist(), strict=True)], pending)
+
+    def observe(self, state: Ragged, commit: Commit, round: Round | None = None) -> Ragged:
+        state.extend(commit.tokens, commit.count)
+        if self.writes:
+            commit.tokens.fill_(0)
+        return state
+
+    def select(self, state: Ragged, rows: Sequence[int]) -> Ragged:
+        return Ragged(state.ids[: len(rows)], state.lengths[: len(rows)]) if self.deaf else state.select(rows)
+
+
+class _Leftovers(Drafter):
+    """Offers the token that was rejected in the last round again, as if it had been drawn anew."""
+
+    draws = frozenset({Kind.IID})
+
+    def __init__(self, model: TableModel, *, again: bool) -> None:
+        self.inner, self.again = TableDrafter(model, "i"), again
+
+    def begin(self, ctx: Context) -> tuple[Ragged, list[int | None]]:
+        return self.inner.begin(ctx), [None] * ctx.batch
+
+    def propose(self, state: tuple[Ragged, list[int | None]], pending: Int64[Tensor, " B"], budget: Budget, source: Source) -> DraftTree:
+        tree = self.inner.propose(state[0], pending, budget, source)
+        tokens = tree.tokens.clone()
+        for row, token in enumerate(state[1]):
+            if token is not None and self.again:
+                tokens[row, 1] = token
+        return replace(tree, tokens=tokens)
+
+    def observe(self, state: Any, commit: Commit, round: Round | None = None) -> Any:
+        rejected: list[int | None] = list(state[1])
+        if round is not None:
+            rejected = [None if accepted else int(token) for accepted, token in zip(round.accepted, round.tree.tokens[:, -1], strict=True)]
+        return self.inner.observe(state[0], commit, round), rejected
+
+    def select(self, state: Any, rows: Sequence[int]) -> Any:
+        return self.inner.select(state[0], rows), [state[1][row] for row in rows]
+
+
+def mutant_drafters() -> dict[str, Mutant]:
+    """Every faulty drafter by the name of its fault, for a vocabulary of 4."""
+    full = TableModel.random(4, 2, seed=1)
+    some = TableModel.random(4, 2, seed=2, zeros=0.5)
+
+    def altered(levels: Sequence[str], alter: Callable[[DraftTree], DraftTree], check: str = "declared-law", model: TableModel = full,
+                merge: bool = False) -> Mutant:  # fmt: skip
+        honest = TableDrafter(model, levels, merge=merge)
+        return Mutant(_Held(honest, alter), check, honest, "off by [0-9.]+e-0[12]")
+
+    def guessing(check: str, says: str, guess: Callable) -> Mutant:
+        return Mutant(_Guess(guess), check, _Guess(lambda ids, budget: [[int(row[-1])] for row in ids]), says)
+
+    sampled = TableDrafter(full, "i")
+    return {
+        "drawn at another temperature": altered("ii", other_temperature),
+        "drawn from top-k, raw law declared": altered("ii", raw_law, model=some),
+        "argmax declared as a sample": altered("pp", as_sampled),
+        "unlikely token dropped": replace(altered("ii", unlikely_dropped), honest=TableDrafter(full, "ii", stop_below=0.3)),
+        "siblings without replacement re-sorted": altered(["ww"], resorted),
+        "siblings reranked": altered(["ww"], best_kept),
+        "multiplicity of iid siblings forgotten": altered(["ii"], multiplicity_forgotten, merge=True),
+        "without replacement declared iid": altered(["ww"], as_iid),
+        "unlikely token dropped, end to end": altered("ii", unlikely_dropped, "law-RejectionAcceptor"),
+        "siblings re-sorted, end to end": altered(["ww"], resorted, "law-RejectionAcceptor"),
+        "multiplicity forgotten, end to end": altered(["ii"], multiplicity_forgotten, "law-RejectionAcceptor", merge=True),
+        "without replacement declared iid, end to end": altered(["ww"], as_iid, "law-RejectionAcceptor"),
+        "draft shares the correction's noise": Mutant(
+            _Held(sampled, source=_CorrectionNoise), "law-RejectionAcceptor", sampled, "AddressReuse.*purpose NEXT, number 0"
+        ),
+        "leftovers offered as fresh samples": Mutant(
+            _Leftovers(full, again=True), "two-rounds", _Leftovers(full, again=False), "two rounds .* off by [0-9.]+e-01"
+        ),
+        "torch.rand": guessing("determinism", "torch's global", lambda ids, budget: torch.randint(4, (len(ids), 1)).tolist()),
+        "random.random": guessing("determinism", "Python's global|the next time", lambda ids, budget: [[random.randrange(4)] for _ in ids]),
+        "memory on the drafter": guessing("interleaving", "beside another batch", _memory()),
+        "looks at its batch mates": guessing("batch-invariance", "in a batch", lambda ids, budget: [[int(ids[0][-1])] for _ in ids]),
+        "ignores its budget": guessing("budget", "than the budget", lambda ids, budget: chain([[int(row[-1])] * 3 for row in ids])),
+        "drafts against a budget of 0": guessing("empty-draft", "than the", lambda ids, budget: chain([[int(row[-1])] * 2 for row in ids])),
+        "needs two tokens": guessing("short-context", "IndexError", lambda ids, budget: [[int(row[-2])] for row in ids]),
+        "select keeps the first rows": Mutant(_Careless(deaf=True), "select", _Careless(), "after select"),
+        "writes into the commit": Mutant(_Careless(writes=True), "arguments", _Careless(), "commit.tokens was written"),
+    }

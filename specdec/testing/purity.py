@@ -1,0 +1,108 @@
+"""Checks that nothing was touched: the global random number generators, and the arguments of a call."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..base import Acceptor, Context, Drafter
+from ..rng import Source
+from ..types import Acceptance, Budget, Commit, DraftTree, Int64, Round, Verification
+
+__all__ = ["Touched", "WatchedAcceptor", "WatchedDrafter", "generators_at_rest", "other_seed", "untouched"]
+
+
+class Touched(AssertionError):
+    """A call wrote into its arguments."""
+
+
+def _generators() -> dict[str, Any]:
+    states: dict[str, Any] = {"torch's": torch.random.get_rng_state().tolist()}
+    if "beartype" not in sys.modules:  # it draws from Python's generator to pick the items that it checks; `other_seed` does without
+        states["Python's"] = random.getstate()
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["torch.cuda's"] = [state.tolist() for state in torch.cuda.get_rng_state_all()]
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        states["numpy's"] = (name, keys.tolist(), *rest)
+    return states
+
+
+@contextmanager
+def generators_at_rest(error: type[Exception] = AssertionError) -> Iterator[None]:
+    """Raise `error` if a global generator moves inside."""
+    before = _generators()
+    yield
+    moved = [name for name, state in _generators().items() if before.get(name, state) != state]
+    if moved:
+        raise error(f"{' and '.join(moved)} global generator moved: draw through the source alone")
+
+
+@contextmanager
+def other_seed() -> Iterator[None]:
+    """Another state of Python's generator inside, the old one afterwards: what depends on it comes out otherwise."""
+    before = random.getstate()
+    random.seed(0x5EED)
+    try:
+        yield
+    finally:
+        random.setstate(before)
+
+
+def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
+    """The tensors of a record, at any depth; whatever else it holds is immutable."""
+    if isinstance(value, Tensor):
+        yield name, value
+    elif is_dataclass(value):
+        for f in fields(value):
+            yield from _tensors(getattr(value, f.name), f"{name}.{f.name}")
+
+
+@contextmanager
+def untouched(**arguments: Any) -> Iterator[None]:
+    """Raise `Touched` if a tensor in these records is written inside; the error names argument and field."""
+    before = [(name, tensor, tensor.clone()) for key, value in arguments.items() for name, tensor in _tensors(value, key)]
+    yield
+    for name, tensor, copy in before:
+        if tensor.shape != copy.shape or not torch.equal(tensor.nan_to_num(nan=0.5), copy.nan_to_num(nan=0.5)):
+            raise Touched(f"{name} was written: records are frozen, copy before changing")
+
+
+class WatchedDrafter(Drafter):
+    """A drafter whose arguments are checked to stay as they are."""
+
+    def __init__(self, inner: Drafter) -> None:
+        self.inner, self.needs, self.draws = inner, inner.needs, inner.draws
+
+    def begin(self, ctx: Context) -> Any:
+        return self.inner.begin(ctx)
+
+    def propose(self, state: Any, pending: Int64[Tensor, " B"], budget: Budget, source: Source) -> DraftTree:
+        with untouched(pending=pending, budget=budget):
+            return self.inner.propose(state, pending, budget, source)
+
+    def observe(self, state: Any, commit: Commit, round: Round | None = None) -> Any:
+        with untouched(commit=commit, round=round):
+            return self.inner.observe(state, commit, round)
+
+    def select(self, state: Any, rows: Sequence[int]) -> Any:
+        return self.inner.select(state, rows)
+
+
+class WatchedAcceptor(Acceptor):
+    """An acceptor whose arguments are checked to stay as they are."""
+
+    def __init__(self, inner: Acceptor) -> None:
+        self.inner = inner
+        self.lossless, self.takes, self.greedy = inner.lossless, inner.takes, inner.greedy  # type: ignore[misc]
+
+    def accept(self, tree: DraftTree, verification: Verification, source: Source) -> Acceptance:
+        with untouched(tree=tree, verification=verification):
+            return self.inner.accept(tree, verification, source)

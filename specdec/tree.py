@@ -1,0 +1,229 @@
+"""Pure functions on draft trees: everything that `parents` implies, and the checks a tree must pass.
+
+One representation serves chains, Medusa and EAGLE trees, suffix trees, merged trees and Lookahead's probes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .types import PAD, ROOT, Bool, Budget, DraftTree, Draws, Float, Int64, Kind
+
+__all__ = [
+    "acceptable", "ancestors", "chain", "check", "children_of", "depths", "draw_law", "draw_parents", "follow", "from_lists", "path_to",
+    "root_only", "sort_draws",
+]  # fmt: skip
+
+
+def depths(parents: Int64[Tensor, "B N"]) -> Int64[Tensor, "B N"]:
+    """Edges between each node and the root; 0 for padding."""
+    return (ancestors(parents).sum(-1) - 1).clamp_min(0)
+
+
+def ancestors(parents: Int64[Tensor, "B N"]) -> Bool[Tensor, "B N N"]:
+    """`[b, i, j]`: node j is node i or lies above it. This is the mask of tree attention; padding sees itself alone."""
+    batch, nodes = parents.shape
+    step = torch.eye(nodes, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
+    parent = parents.clamp_min(0)[..., None].expand(-1, -1, nodes)
+    has_parent = (parents >= 0)[..., None]
+    reach, hop = step, 1
+    # Pointer doubling: after k steps `reach` holds 2^k generations, so the work is log N gathers, not N.
+    while hop < nodes:
+        above = reach.gather(1, parent) & has_parent
+        reach = reach | above
+        has_parent = has_parent & has_parent.gather(1, parent[..., :1])
+        parent = parent.gather(1, parent)
+        hop *= 2
+    return reach
+
+
+def path_to(parents: Int64[Tensor, "B N"], node: Int64[Tensor, " B"]) -> tuple[Int64[Tensor, "B N"], Int64[Tensor, " B"]]:
+    """The nodes from the root down to `node`, padded with -1, and how many they are."""
+    batch, nodes = parents.shape
+    reach = ancestors(parents)
+    above = reach.gather(1, node[:, None, None].expand(-1, 1, nodes))[:, 0]
+    order = torch.arange(nodes, device=parents.device).expand(batch, -1)
+    # Parents come before children, so the ancestors in index order are the path from the top.
+    path = torch.where(above, order, nodes).sort(-1).values
+    return torch.where(path < nodes, path, -1), above.sum(-1)
+
+
+def children_of(tree: DraftTree, node: Int64[Tensor, " B"], token: Int64[Tensor, " B"]) -> tuple[Int64[Tensor, " B"], Bool[Tensor, " B"]]:
+    """The first acceptable child of `node` that holds `token`, and whether there is one (the node is 0 where not)."""
+    here = (tree.parents == node[:, None]) & (tree.tokens == token[:, None]) & acceptable(tree)
+    return here.to(torch.int64).argmax(-1), here.any(-1)
+
+
+def acceptable(tree: DraftTree) -> Bool[Tensor, "B N"]:
+    """Nodes on which a draw landed. The root and probes are not among them."""
+    batch, nodes = tree.tokens.shape
+    hit = torch.zeros(batch, nodes + 1, dtype=torch.bool, device=tree.tokens.device)
+    return hit.scatter(1, torch.where(tree.draws.node < 0, nodes, tree.draws.node), True)[:, :nodes]
+
+
+def follow(tree: DraftTree, choice: Int64[Tensor, "B N"]) -> Int64[Tensor, " B"]:
+    """The deepest node that is reached by taking, at every node, the child that holds `choice` there."""
+    agrees = acceptable(tree) & (tree.tokens == choice.gather(1, tree.parents.clamp_min(0)))
+    agrees[:, 0] = True
+    reach = ancestors(tree.parents)
+    reached = ~(reach & ~agrees[:, None, :]).any(-1)
+    # argmax takes the first of equals, so of two siblings with one token the elder is followed
+    return torch.where(reached, reach.sum(-1), 0).argmax(-1)
+
+
+def draw_parents(tree: DraftTree) -> Int64[Tensor, "B M"]:
+    """The node below which each draw was made; `PAD` for padding."""
+    node = tree.draws.node
+    return torch.where(node >= 0, tree.parents.gather(1, node.clamp_min(0)), PAD)
+
+
+def sort_draws(tree: DraftTree) -> tuple[Int64[Tensor, "B M"], Int64[Tensor, "B M"]]:
+    """Indices of the draws grouped by parent, siblings in draw order, padding last; and the parents in that order.
+
+    Parents come before children, so one pass in this order meets a node's children after the node itself.
+    """
+    parent = draw_parents(tree)
+    parent, order = torch.where(parent < 0, tree.parents.shape[1], parent).sort(dim=-1, stable=True)
+    return order, parent
+
+
+def draw_law(tree: DraftTree, draw: Int64[Tensor, " B"], dtype: torch.dtype, vocab_size: int) -> Float[Tensor, "B V"]:
+    """The law that draw number `draw` of each row really followed, given the draws before it.
+
+    A point mass for a point draw; for a draw without replacement its law less the earlier siblings drawn so from the same law.
+    Rows where the draw is padding hold a point mass on token 0.
+    """
+    draws, at = tree.draws, draw[:, None]
+    node = draws.node.gather(1, at)
+    token = tree.tokens.gather(1, node.clamp_min(0))
+    point = torch.zeros(len(token), vocab_size, dtype=dtype, device=token.device).scatter_(1, token, 1.0)
+    if tree.laws is None or draws.kinds <= {Kind.POINT}:
+        return point
+    index = draws.law.gather(1, at)
+    law = tree.laws.gather(1, index.clamp_min(0)[..., None].expand(-1, -1, vocab_size))[:, 0].to(dtype)
+    if Kind.WITHOUT_REPLACEMENT in draws.kinds:
+        earlier = torch.arange(draws.node.shape[1], device=draw.device) < at
+        same = (draws.law == index) & (draws.kind == Kind.WITHOUT_REPLACEMENT) & (draws.kind.gather(1, at) == Kind.WITHOUT_REPLACEMENT)
+        same = same & earlier & (draw_parents(tree) == tree.parents.gather(1, node.clamp_min(0)))
+        gone = torch.where(same, tree.tokens.gather(1, draws.node.clamp_min(0)), vocab_size)
+        law = torch.nn.functional.pad(law, (0, 1)).scatter(1, gone, 0.0)[:, :-1]
+        law = law / law.sum(-1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
+    return torch.where(draws.kind.gather(1, at) == Kind.POINT, point, law)
+
+
+# ------------------------------------------------------------------------------------------------------------ building
+
+
+def root_only(pending: Int64[Tensor, " B"]) -> DraftTree:
+    """The tree that drafts nothing: a round with it is a step of plain decoding."""
+    return DraftTree(pending[:, None], torch.full_like(pending[:, None], ROOT))
+
+
+def chain(tokens: Sequence[Sequence[int]] | Int64[Tensor, "B N"], pending: Int64[Tensor, " B"] | Sequence[int] | None = None,
+          laws: Float[Tensor, "B K V"] | None = None) -> DraftTree:  # fmt: skip
+    """One chain of drafted tokens per row.
+
+    Args:
+        tokens: the drafted tokens of each row, of any lengths; an empty row drafts nothing.
+        pending: the pending token of each row. Left out, the first token of each row is it.
+        laws: `[B, K, V]`, the law that each drafted token was drawn from, token k of a row from law k; point draws if left out.
+    """
+    rows = [list(map(int, row)) for row in (tokens.tolist() if isinstance(tokens, Tensor) else tokens)]
+    if pending is not None:
+        first = pending.tolist() if isinstance(pending, Tensor) else list(pending)
+        rows = [[int(token), *row] for token, row in zip(first, rows, strict=True)]
+    if not all(rows):
+        raise ValueError("tokens: a row is empty and no pending token was given")
+    tree = from_lists([(row, list(range(-1, len(row) - 1))) for row in rows])
+    if laws is None:
+        return tree
+    nodes = tree.tokens.shape[1]
+    node, law = tree.draws.node, torch.arange(nodes - 1).expand(len(rows), -1)
+    if laws.shape[:2] != (len(rows), nodes - 1):
+        raise ValueError(f"laws must be [{len(rows)}, {nodes - 1}, V], one law per drafted token, got {list(laws.shape)}")
+    kinds = frozenset({Kind.IID}) if nodes > 1 else frozenset()
+    draws = Draws(node, torch.full_like(node, Kind.IID), torch.where(node >= 0, law, -1), kinds)
+    return DraftTree(tree.tokens, tree.parents, draws, laws, nodes - 1)
+
+
+def from_lists(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> DraftTree:
+    """A tree of point draws from `(tokens, parents)` of each row; node 0 is the pending token. On the CPU."""
+    nodes = max(len(tokens) for tokens, _ in rows)
+    tokens = torch.tensor([[*t, *[0] * (nodes - len(t))] for t, _ in rows], dtype=torch.int64)
+    parents = torch.tensor([[*p, *[PAD] * (nodes - len(p))] for _, p in rows], dtype=torch.int64)
+    return DraftTree(tokens, parents)
+
+
+# ------------------------------------------------------------------------------------------------------------ checking
+
+
+def check(tree: DraftTree, pending: Int64[Tensor, " B"], budget: Budget, vocab_size: int, *, sums: bool = False) -> None:
+    """Raise `ValueError` naming row and node if the tree is malformed, breaks its budget, or does not start at `pending`.
+
+    Args:
+        sums: also check that every law used is non-negative and sums to one, which reads all of it.
+    """
+    batch, nodes = tree.tokens.shape
+    if tree.parents.shape != tree.tokens.shape or batch != len(pending):
+        raise ValueError(f"tree: tokens {list(tree.tokens.shape)} and parents {list(tree.parents.shape)} must both be [{len(pending)}, N]")
+    parents, tokens = tree.parents, tree.tokens
+    index = torch.arange(nodes, device=parents.device).expand(batch, -1)
+    real = parents >= 0
+
+    def refuse(bad: Bool[Tensor, "B N"], what: str) -> None:
+        if bad.any():
+            row, node = bad.nonzero()[0].tolist()
+            raise ValueError(f"tree: row {row}, node {node} (token {int(tokens[row, node])}, parent {int(parents[row, node])}) {what}")
+
+    refuse((index == 0) & (parents != ROOT), f"must be the root, with parent {ROOT}")
+    refuse((index > 0) & (((parents >= index) | (parents == ROOT)) | (parents < PAD)), f"needs a parent before it, or {PAD} for padding")
+    refuse(real & (parents.gather(1, parents.clamp_min(0)) == PAD), "hangs below padding")
+    refuse((index == 0) & (tokens != pending[:, None].to(tokens.device)), "must hold the pending token")
+    refuse((real | (index == 0)) & ((tokens < 0) | (tokens >= vocab_size)), f"lies outside the vocabulary of {vocab_size}")
+    limits = Budget(*(x.to(parents.device) for x in (budget.nodes, budget.depth, budget.width)))
+    refuse(real & (real.cumsum(-1) > limits.nodes[:, None]), "is one more than the budget's nodes")
+    depth = depths(parents)
+    refuse(real & (depth > limits.depth[:, None]), "is deeper than the budget's depth")
+    siblings = (parents[:, :, None] == parents[:, None, :]) & (index[:, None, :] <= index[:, :, None])
+    refuse(real & (siblings.sum(-1) > limits.width[:, None]), "has more siblings than the budget's width")
+    if nodes > 1 and int(depth.max()) > tree.height:
+        raise ValueError(f"tree: height says {tree.height}, the deepest node lies at {int(depth.max())}")
+    _check_draws(tree, vocab_size, sums)
+
+
+def _check_draws(tree: DraftTree, vocab_size: int, sums: bool) -> None:
+    draws, (batch, nodes) = tree.draws, tree.tokens.shape
+    real = draws.node >= 0
+    count = 0 if tree.laws is None else tree.laws.shape[1]
+    if not (draws.node.shape == draws.kind.shape == draws.law.shape) or draws.node.shape[0] != batch:
+        raise ValueError(
+            f"draws: node, kind and law must all be [{batch}, M], got {[list(x.shape) for x in (draws.node, draws.kind, draws.law)]}"
+        )
+    if count and tree.laws.shape[::2] != (batch, vocab_size):
+        raise ValueError(f"laws must be [{batch}, K, {vocab_size}], got {list(tree.laws.shape)}")
+
+    def refuse(bad: Bool[Tensor, "B M"], what: str) -> None:
+        if bad.any():
+            row, draw = bad.nonzero()[0].tolist()
+            raise ValueError(f"draws: row {row}, draw {draw} (node {int(draws.node[row, draw])}) {what}")
+
+    refuse((draws.node >= nodes) | (draws.node == 0), "must land on a drafted node")
+    refuse(real & (draw_parents(tree) < 0), "must land on a drafted node")
+    point = draws.kind == Kind.POINT
+    refuse(real & ~(point | (draws.kind == Kind.IID) | (draws.kind == Kind.WITHOUT_REPLACEMENT)), "is of no known kind")
+    refuse(real & ~point & ((draws.law < 0) | (draws.law >= count)), f"needs one of the {count} laws")
+    if not frozenset(Kind(k) for k in draws.kind[real].unique().tolist()) <= draws.kinds:
+        raise ValueError(f"draws: kinds says {sorted(draws.kinds)}, but other kinds occur")
+    if count and (real & ~point).any():
+        row, draw = (real & ~point).nonzero(as_tuple=True)
+        token = tree.tokens[row, draws.node[row, draw]]
+        outside = torch.zeros_like(real).index_put_((row, draw), ~(tree.laws[row, draws.law[row, draw], token] > 0))
+        refuse(outside, "landed where its declared law has no mass")
+        if sums:
+            law = tree.laws[row, draws.law[row, draw]]
+            slack = 1e-3 if law.dtype in (torch.float16, torch.bfloat16) else 1e-5 if law.dtype == torch.float32 else 1e-9
+            wrong = ((law.double().sum(-1) - 1).abs() > slack) | ~(law >= 0).all(-1)
+            refuse(torch.zeros_like(real).index_put_((row, draw), wrong), "has a law that is negative, NaN or does not sum to one")
