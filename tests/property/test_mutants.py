@@ -7,8 +7,7 @@ import re
 import pytest
 
 from specdec.rng import Purpose
-from specdec.testing import check_acceptor, check_drafter, checks_for
-from specdec.testing.battery import battery
+from specdec.testing import checks_for
 from specdec.testing.drafters import TableDrafter
 from specdec.testing.laws import autoregressive, extended, hazard_defect, one_round, several_rounds, target_law, total_variation
 from specdec.testing.mutant_acceptors import mutant_acceptors
@@ -25,17 +24,6 @@ def test_mutant_is_rejected_and_its_honest_sibling_is_not(name):
     with pytest.raises(Exception) as caught:
         dict(checks_for(mutant.part))[mutant.check]()
     assert re.search(mutant.says, f"{caught.type.__name__}: {caught.value}"), f"rejected for another reason: {caught.value!r}"
-
-
-def test_check_drafter_tells_all_that_is_wrong():
-    mutant = mutant_drafters()["looks at its batch mates"]
-    with pytest.raises(AssertionError, match="(?s)_Guess fails [0-9]+ checks.*batch-invariance: AssertionError: .*"):
-        check_drafter(mutant.part)
-
-
-def test_check_acceptor_tells_all_that_is_wrong():
-    with pytest.raises(AssertionError, match="(?s)_Trailing fails 1 checks.*answer: AssertionError"):
-        check_acceptor(mutant_acceptors()["path not padded with -1"].part, cells=battery()[:1])
 
 
 def test_coins_read_ahead_bias_the_second_round_only():

@@ -6,15 +6,16 @@ import pytest
 import torch
 
 from specdec.acceptors import MatchAcceptor, RejectionAcceptor
-from specdec.base import ContextDrafter, Drafter
+from specdec.base import Acceptor, ContextDrafter, Drafter
 from specdec.drafters import NullDrafter
 from specdec.models.table import TableModel
 from specdec.planning import FixedPlanner
-from specdec.testing import check_drafter, checks_for, parametrize_with_checks
+from specdec.testing import check_acceptor, check_drafter, checks_for, parametrize_with_checks
+from specdec.testing.battery import battery
 from specdec.testing.drafters import TableDrafter
 from specdec.testing.purity import Touched, WatchedAcceptor, untouched
 from specdec.testing.tables import TableVerifier
-from specdec.types import Budget, Features
+from specdec.types import Budget, Features, Kind
 
 NAMES = [
     "declared-law", "budget", "empty-draft", "short-context", "interleaving", "batch-invariance", "select", "determinism", "arguments",
@@ -43,6 +44,18 @@ class Reads(Drafter):
         return None
 
 
+class Raises(ContextDrafter):
+    def guess(self, ids, budget):
+        raise RuntimeError("no")
+
+
+class RaisesToo(Acceptor):
+    lossless, takes = True, frozenset(Kind)
+
+    def accept(self, tree, verification, source):
+        raise RuntimeError("no")
+
+
 def test_names_of_a_drafter_s_checks():
     assert [name for name, _ in checks_for(Mine())] == NAMES
     assert [name for name, _ in checks_for(Mine(), acceptors=[MatchAcceptor()])] == [*NAMES[:10], "law-MatchAcceptor"]
@@ -62,14 +75,23 @@ def test_the_decorator_parametrises_with_readable_ids():
     assert all(callable(param.values[0]) for param in mark.args[1])
 
 
-def test_check_drafter_passes_the_example_of_the_docstring():
-    check_drafter(Mine(), vocab_size=3, plans=[(2, 2, 1)])
-
-
 def test_a_target_and_contexts_of_one_s_own():
     verifier = TableVerifier(TableModel.random(5, 1, seed=0))
     drafter = TableDrafter(TableModel.random(5, 1, seed=1), "ii")
-    check_drafter(drafter, verifier=verifier, contexts=[(4, 4), (0,), (1, 2, 3)], plans=[(2, 2, 1)], acceptors=[RejectionAcceptor()])
+    checks = dict(checks_for(drafter, verifier=verifier, contexts=[(4, 4), (0,)], plans=[(2, 2, 1)], acceptors=[RejectionAcceptor()]))
+    for name in ("declared-law", "select", "two-rounds", "law-RejectionAcceptor"):
+        checks[name]()
+
+
+def test_check_drafter_tells_of_every_check():
+    with pytest.raises(AssertionError, match=f"(?s)Raises fails {len(NAMES)} checks\n  declared-law: RuntimeError: no.*law-RejectionAcceptor: "):
+        check_drafter(Raises())
+    check_drafter(NullDrafter(), contexts=[(1,), (0, 2)], plans=[(1, 1, 1)], acceptors=[MatchAcceptor()])
+
+
+def test_check_acceptor_tells_of_every_check():
+    with pytest.raises(AssertionError, match="(?s)RaisesToo fails 5 checks\n  law-chain-3-point: RuntimeError: no.*probes: RuntimeError"):
+        check_acceptor(RaisesToo(), cells=battery()[:1])
 
 
 def test_other_parts_have_no_checks():
