@@ -8,7 +8,7 @@ from .generation import Generation, generate, stream
 from .planning import FixedPlanner
 from .stats import Stats
 from .tree import chain
-from .types import Acceptance, Budget, Commit, DraftTree, Draws, Features, Kind, Round, TargetFacts, Verification
+from .types import Acceptance, Budget, Commit, DraftTree, Draws, Features, Kind, Round, Scores, TargetFacts, Verification
 from .verifiers import SequentialVerifier, TreeVerifier
 
 __version__ = "0.1.0"
@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 __all__ = [
     "Acceptance", "Acceptor", "Budget", "Commit", "Context", "ContextDrafter", "CoupledAcceptor", "DraftTree", "Drafter", "Draws",
     "Features", "FixedPlanner", "Generation", "GreedyAcceptor", "Kind", "MatchAcceptor", "NGramDrafter", "NullDrafter", "Planner",
-    "RejectionAcceptor", "Round", "SequentialVerifier", "Stats", "TargetFacts", "TreeVerifier", "Verification", "Verifier", "chain",
+    "RejectionAcceptor", "Round", "Scores", "SequentialVerifier", "Stats", "TargetFacts", "TreeVerifier", "Verification", "Verifier",
+    "chain",
     "generate", "models", "stream", "testing", "tree",
 ]  # fmt: skip

@@ -16,13 +16,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, final
 
-import torch
 from torch import Tensor
 
 from .ragged import Ragged
 from .rng import Source
-from .tree import from_lists
-from .types import NO_FEATURES, Acceptance, Budget, Commit, DraftTree, Features, Int64, Kind, Round, TargetFacts, Verification
+from .tree import chain
+from .types import NO_FEATURES, Acceptance, Budget, Commit, DraftTree, Features, Int64, Kind, Round, Scores, TargetFacts, Verification
 
 if TYPE_CHECKING:
     from .warp import Warper
@@ -62,7 +61,7 @@ class Drafter(ABC):
 
     @abstractmethod
     def propose(self, state: State, pending: Int64[Tensor, " B"], budget: Budget, source: Source) -> DraftTree:
-        """A tree rooted at `pending`, within `budget`. All randomness comes from `source`, and what it drew stays in the tree.
+        """A tree rooted at `pending` (on the CPU), within `budget`. All randomness comes from `source`, and what it drew stays in the tree.
 
         The tree may live on the CPU whatever the target's device is. Drafting nothing (`root_only(pending)`) is always right.
         """
@@ -112,9 +111,7 @@ class ContextDrafter(Drafter):
             return guesses
         if len(guesses) != len(last):
             raise ValueError(f"{type(self).__name__}.guess: returned {len(guesses)} rows for a batch of {len(last)}; give one list per row")
-        room = torch.minimum(budget.nodes, budget.depth).tolist()
-        rows = [[token, *map(int, guess[:k])] for token, guess, k in zip(last, guesses, room, strict=True)]
-        return from_lists([(row, range(-1, len(row) - 1)) for row in rows])
+        return chain([guess[:k] for guess, k in zip(guesses, budget.chain.tolist(), strict=True)], last)
 
     @final
     def observe(self, state: Ragged, commit: Commit, round: Round | None = None) -> Ragged:
@@ -143,8 +140,8 @@ class Verifier(ABC):
         """Read the first `count` tokens of each row (on the CPU) and make them permanent, without scoring them: the prompt."""
 
     @abstractmethod
-    def verify(self, state: State, tree: DraftTree) -> Verification:
-        """The target's law after every node, in one pass. Opens a transaction: not committing it is the rollback."""
+    def verify(self, state: State, tree: DraftTree) -> Scores:
+        """The target's logits after every node, in one pass. Opens a transaction: not committing it is the rollback."""
 
     @abstractmethod
     def commit(self, state: State, path: Int64[Tensor, "B D"], count: Int64[Tensor, " B"]) -> Commit:

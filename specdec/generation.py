@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, SupportsIndex, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from .acceptors import GreedyAcceptor, MatchAcceptor, RejectionAcceptor
 from .base import Acceptor, Drafter, Planner, Verifier
-from .loop import decode
+from .loop import compatible, decode
 from .options import resolve
 from .planning import FixedPlanner
 from .ragged import pad_rows, unpad_rows
@@ -124,7 +124,7 @@ class _Call:
                  generation_config: GenerationConfig | None = None, logits_processor: Sequence[Any] | None = None,
                  stopping_criteria: Sequence[Any] | None = None, tokenizer: PreTrainedTokenizerBase | None = None,
                  prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
-                 seed: int | Sequence[int] | None = None, keep_all: bool = False, **generation_kwargs: Any) -> None:  # fmt: skip
+                 seed: SupportsIndex | Sequence[int] | None = None, keep_all: bool = False, **generation_kwargs: Any) -> None:  # fmt: skip
         self.verifier, defaults = make_verifier(model, verifier)
         self.prompts = unpad_rows(input_ids, attention_mask)
         self.options = resolve(
@@ -134,6 +134,7 @@ class _Call:
         )  # fmt: skip
         self.drafter = drafter
         self.acceptor = default_acceptor(drafter, self.options.greedy) if acceptor is None else acceptor
+        compatible(drafter, self.acceptor, self.options.greedy)
         self.planner = FixedPlanner(10) if planner is None else planner
         self.seeds = derive_seeds(seed, len(self.prompts))
         self.keep_all = keep_all

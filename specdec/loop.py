@@ -39,39 +39,39 @@ def decode(verifier: Verifier, prompts: Sequence[Int64[Tensor, " _"]], options: 
     facts, ends = verifier.facts, options.ends
     ctx = Context(len(prompts), facts, options.warper, options.greedy, max(ends.limits), drafter.needs)
     parts = (verifier, drafter, planner)
-    states = [part.begin(ctx) for part in parts]
+    states, warp = [part.begin(ctx) for part in parts], options.warper.begin()
     history = Ragged.empty(len(prompts))
     history.extend([prompt.tolist() for prompt in prompts])
     rows = list(range(len(prompts)))
 
     def keep(which: list[int]) -> None:
-        nonlocal states, history, rows
+        nonlocal states, warp, history, rows
         states = [part.select(state, which) for part, state in zip(parts, states, strict=True)]
-        history, rows = history.select(which), [rows[i] for i in which]
+        warp, history, rows = options.warper.select(warp, which), history.select(which), [rows[i] for i in which]
 
     begun = [i for i, length in enumerate(history.lengths) if ends.room(i, length) > 0]
+    if not begun:
+        return
     if len(begun) < len(rows):
         keep(begun)
-    if not rows:
-        return
     clock = _Clock()
     with torch.no_grad():
         _prefill(verifier, drafter, states, history)
     clock.stop("prefill")
-    pending = torch.tensor([int(history.row(i)[-1]) for i in range(len(rows))], device=facts.device)
-
     while True:
         with torch.no_grad():
             room = [ends.room(row, length) - 1 for row, length in zip(rows, history.lengths, strict=True)]
             budget = planner.plan(states[2], history.lengths).clamp(torch.tensor(room))
             source = rng.round(rows, [length - 1 for length in history.lengths], facts.device)
+            pending = history.last()
             clock.stop("other")
             drafted = drafter.propose(states[1], pending, budget, source)
             _fits(drafted, pending, budget, drafter, facts.vocab_size)
             clock.stop("draft")
-            verification = verifier.verify(states[0], drafted)
-            tree = drafted.to(facts.device)
+            scores = verifier.verify(states[0], drafted)
             clock.stop("verify")
+            verification = Verification(options.warper(warp, scores.logits, drafted, history.but_last()), scores.features)
+            tree = drafted.to(facts.device)
             acceptance = acceptor.accept(tree, verification, source)
             decided = _read(tree, verification, acceptance)
             clock.stop("accept")
@@ -87,22 +87,21 @@ def decode(verifier: Verifier, prompts: Sequence[Int64[Tensor, " _"]], options: 
             count = torch.tensor([n for n, _ in cuts])
             path = torch.tensor([d.path for d in decided])
             commit = verifier.commit(states[0], path, count)
+            options.warper.commit(warp, path, count)
             clock.stop("commit")
             done = Round(
                 rows=tuple(rows), tree=tree, verification=verification, acceptance=acceptance, commit=commit, emitted=emitted,
                 logprobs=tuple(tuple(d.logprobs[: len(e)]) for d, e in zip(decided, emitted, strict=True)),
                 accepted=tuple(min(len(e), d.accepted) for d, e in zip(decided, emitted, strict=True)),
-                attempted=tuple(d.attempted for d in decided), finish_reason=tuple(reason for _, reason in cuts),
-                seconds=clock.read(),
+                attempted=tuple(min(d.attempted, len(e)) for d, e in zip(decided, emitted, strict=True)),
+                finish_reason=tuple(reason for _, reason in cuts), seconds=clock.read(),
             )  # fmt: skip
-            pending = acceptance.next_token
             states[1] = drafter.observe(states[1], commit, done)
             clock.stop("draft")
             states[2] = planner.observe(states[2], done)
             going = [i for i, reason in enumerate(done.finish_reason) if reason is None]
             if 0 < len(going) < len(rows):
                 keep(going)
-                pending = pending[going]
             clock.stop("other")
         yield done if keep_all else _slim(done)
         clock.skip()

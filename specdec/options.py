@@ -141,7 +141,6 @@ class Options:
     """What was asked for."""
 
     greedy: bool
-    eos: frozenset[int]
     pad: int
     warper: Warper
     ends: Ends
@@ -188,8 +187,7 @@ def resolve(prompts: Sequence[Int64[Tensor, " _"]], *, facts: TargetFacts, defau
     eos = o["eos_token_id"] or []
     ends = Ends.of(merged, lengths=lengths, limits=limits, eos=frozenset(eos), context=facts.max_positions, device=facts.device)
     pad = o["pad_token_id"] if o["pad_token_id"] is not None else eos[0] if eos else 0
-    greedy = not o["do_sample"]
-    return Options(greedy, ends.eos, pad, Warper(stages, batch=batch, greedy=greedy), ends)
+    return Options(not o["do_sample"], pad, Warper(stages, batch=batch), ends)
 
 
 # -------------------------------------------------------------------------------------------------------------- values
@@ -228,7 +226,7 @@ def _values(config: hf.GenerationConfig | None, defaults: hf.GenerationConfig | 
     idle = () if values["do_sample"] else _SAMPLING
     unread = [f"{name}={asked(name)!r}" for name in idle if asked(name) not in (None, HONOURED[name].default)]
     if unread:
-        warnings.warn(f"{', '.join(unread)}: no effect without do_sample=True", UserWarning, stacklevel=4)
+        warnings.warn(f"{', '.join(unread)}: no effect without do_sample=True", UserWarning, stacklevel=5)
     return {name: None if name in idle else _checked(name, value) for name, value in values.items()}
 
 

@@ -29,6 +29,14 @@ class Ragged:
         """A view of one row."""
         return self.ids[index, : self.lengths[index]]
 
+    def last(self) -> Int64[Tensor, " B"]:
+        """The last token of each row."""
+        return self.ids.gather(1, torch.tensor(self.lengths)[:, None] - 1)[:, 0]
+
+    def but_last(self) -> Ragged:
+        """A view without the last token of each row."""
+        return Ragged(self.ids, [length - 1 for length in self.lengths])
+
     def extend(self, tokens: Int64[Tensor, "B D"] | Sequence[Sequence[int]], count: Int64[Tensor, " B"] | None = None) -> None:
         """Append to each row the first `count` of `tokens`, or all of its list."""
         if isinstance(tokens, Tensor):

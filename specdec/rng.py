@@ -11,6 +11,8 @@ import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from enum import IntEnum
+from operator import index
+from typing import SupportsIndex
 
 import torch
 from torch import Tensor
@@ -26,10 +28,10 @@ class Purpose(IntEnum):
     DRAFT = 0
     ACCEPT = 1
     NEXT = 2
-    """The correction or bonus, one a round."""
+    """The correction or bonus; a rule that draws the target's tokens one by one draws each of them here."""
     TARGET = 3
-    """Noise tied to an absolute position, `number` tokens after the pending one. Only for rules that draw the target's own token
-    there (and drafters that share the noise): such a draw is consumed once, when the token is emitted. Coins must never use it."""
+    """Noise tied to an absolute position, `number` tokens after the pending one, the same in every `part`. Only for rules that draw
+    the target's own token there: such a draw is consumed once, when the token is emitted. Coins must never use it."""
 
 
 class Source(ABC):
@@ -85,12 +87,12 @@ def uniform(key: Int64[Tensor, "*n"]) -> Float[Tensor, "*n"]:
     return _shift(_mix(key), 11).double() * 2.0**-53
 
 
-def derive_seeds(seed: int | Sequence[int] | None, batch: int) -> list[int]:
+def derive_seeds(seed: SupportsIndex | Sequence[int] | None, batch: int) -> list[int]:
     """One seed per row: the given ones, or as many as needed from one integer, or fresh ones from the system."""
     if seed is None:
         return [secrets.randbits(63) for _ in range(batch)]
-    if isinstance(seed, int):
-        key = torch.tensor([_wrap(seed)] * batch)
+    if not isinstance(seed, Sequence):
+        key = torch.tensor([_wrap(index(seed))] * batch)
         return _shift(_fold(key, torch.arange(batch)), 1).tolist()
     seeds = [int(s) for s in seed]
     if len(seeds) != batch:
@@ -115,18 +117,22 @@ class CounterRng(Rng):
 
     def round(self, rows: Sequence[int], positions: Sequence[int], device: torch.device) -> CounterSource:
         seed = torch.tensor([self.seeds[row] for row in rows], dtype=torch.int64, device=device)
-        return CounterSource(_fold(seed, 0), torch.tensor(list(positions), dtype=torch.int64, device=device))
+        return CounterSource(seed, torch.tensor(list(positions), dtype=torch.int64, device=device))
 
 
 class CounterSource(Source):
-    def __init__(self, key: Int64[Tensor, " B"], position: Int64[Tensor, " B"]) -> None:
-        self._key, self._position = key, position
+    def __init__(self, seed: Int64[Tensor, " B"], position: Int64[Tensor, " B"], parts: tuple[int, ...] = ()) -> None:
+        self._seed, self._position, self._parts = seed, position, parts
 
     def _uniform(self, purpose: Purpose, number: int) -> Float[Tensor, " B"]:
-        position = self._position
         if purpose == Purpose.TARGET:
-            position, number = position + number, 0
-        return uniform(_fold(_fold(_fold(self._key, position), int(purpose)), number))
+            address = (self._position + number, int(purpose))
+        else:
+            address = (self._position, int(purpose), number, *self._parts)
+        key = _fold(self._seed, len(address))
+        for value in address:
+            key = _fold(key, value)
+        return uniform(key)
 
     def accept(
         self, num: Float[Tensor, " B"], den: Float[Tensor, " B"], number: int, active: Bool[Tensor, " B"] | None = None
@@ -148,4 +154,4 @@ class CounterSource(Source):
         return token if active is None else torch.where(active, token, 0)
 
     def part(self, index: int) -> CounterSource:
-        return CounterSource(_fold(self._key, index + 1), self._position)
+        return CounterSource(self._seed, self._position, (*self._parts, index))

@@ -13,7 +13,7 @@ from torch import Tensor
 from .types import PAD, ROOT, Bool, Budget, DraftTree, Draws, Float, Int64, Kind
 
 __all__ = [
-    "acceptable", "ancestors", "chain", "check", "children_of", "depths", "draw_law", "draw_parents", "follow", "from_lists", "path_to",
+    "acceptable", "ancestors", "chain", "check", "depths", "draw_law", "draw_parents", "follow", "from_lists", "path_to",
     "root_only", "sort_draws",
 ]  # fmt: skip
 
@@ -51,12 +51,6 @@ def path_to(parents: Int64[Tensor, "B N"], node: Int64[Tensor, " B"]) -> tuple[I
     return torch.where(path < nodes, path, -1), above.sum(-1)
 
 
-def children_of(tree: DraftTree, node: Int64[Tensor, " B"], token: Int64[Tensor, " B"]) -> tuple[Int64[Tensor, " B"], Bool[Tensor, " B"]]:
-    """The first acceptable child of `node` that holds `token`, and whether there is one (the node is 0 where not)."""
-    here = (tree.parents == node[:, None]) & (tree.tokens == token[:, None]) & acceptable(tree)
-    return here.to(torch.int64).argmax(-1), here.any(-1)
-
-
 def acceptable(tree: DraftTree) -> Bool[Tensor, "B N"]:
     """Nodes on which a draw landed. The root and probes are not among them."""
     batch, nodes = tree.tokens.shape
@@ -70,7 +64,7 @@ def follow(tree: DraftTree, choice: Int64[Tensor, "B N"]) -> Int64[Tensor, " B"]
     agrees[:, 0] = True
     reach = ancestors(tree.parents)
     reached = ~(reach & ~agrees[:, None, :]).any(-1)
-    # argmax takes the first of equals, so of two siblings with one token the elder is followed
+    # argmax takes the first of equals: of two equally deep nodes, which then hold the same path, the elder
     return torch.where(reached, reach.sum(-1), 0).argmax(-1)
 
 
@@ -100,8 +94,10 @@ def draw_law(tree: DraftTree, draw: Int64[Tensor, " B"], dtype: torch.dtype, voc
     node = draws.node.gather(1, at)
     token = tree.tokens.gather(1, node.clamp_min(0))
     point = torch.zeros(len(token), vocab_size, dtype=dtype, device=token.device).scatter_(1, token, 1.0)
-    if tree.laws is None or draws.kinds <= {Kind.POINT}:
+    if draws.kinds <= {Kind.POINT}:
         return point
+    if tree.laws is None:
+        raise ValueError("laws: the tree holds sampled draws, but their laws are gone; ask for return_rounds='all' to keep them")
     index = draws.law.gather(1, at)
     law = tree.laws.gather(1, index.clamp_min(0)[..., None].expand(-1, -1, vocab_size))[:, 0].to(dtype)
     if Kind.WITHOUT_REPLACEMENT in draws.kinds:
@@ -137,11 +133,11 @@ def chain(tokens: Sequence[Sequence[int]] | Int64[Tensor, "B N"], pending: Int64
         rows = [[int(token), *row] for token, row in zip(first, rows, strict=True)]
     if not all(rows):
         raise ValueError("tokens: a row is empty and no pending token was given")
-    tree = from_lists([(row, list(range(-1, len(row) - 1))) for row in rows])
+    tree = from_lists([(row, range(-1, len(row) - 1)) for row in rows])
     if laws is None:
         return tree
-    nodes = tree.tokens.shape[1]
-    node, law = tree.draws.node, torch.arange(nodes - 1).expand(len(rows), -1)
+    tree, nodes = tree.to(laws.device), tree.tokens.shape[1]
+    node, law = tree.draws.node, torch.arange(nodes - 1, device=laws.device).expand(len(rows), -1)
     if laws.shape[:2] != (len(rows), nodes - 1):
         raise ValueError(f"laws must be [{len(rows)}, {nodes - 1}, V], one law per drafted token, got {list(laws.shape)}")
     kinds = frozenset({Kind.IID}) if nodes > 1 else frozenset()
@@ -167,6 +163,9 @@ def check(tree: DraftTree, pending: Int64[Tensor, " B"], budget: Budget, vocab_s
         sums: also check that every law used is non-negative and sums to one, which reads all of it.
     """
     batch, nodes = tree.tokens.shape
+    devices = {x.device for x in (tree.tokens, tree.parents, tree.draws.node, tree.draws.kind, tree.draws.law, tree.laws) if x is not None}
+    if len(devices) > 1:
+        raise ValueError(f"tree: its tensors lie on {', '.join(sorted(map(str, devices)))}; keep them together")
     if tree.parents.shape != tree.tokens.shape or batch != len(pending):
         raise ValueError(f"tree: tokens {list(tree.tokens.shape)} and parents {list(tree.parents.shape)} must both be [{len(pending)}, N]")
     parents, tokens = tree.parents, tree.tokens

@@ -29,7 +29,7 @@ else:
 
 __all__ = [
     "Acceptance", "Bool", "Budget", "Commit", "DraftTree", "Draws", "Features", "Float", "Int64", "Kind", "NO_FEATURES",
-    "PAD", "ROOT", "Round", "TargetFacts", "Verification",
+    "PAD", "ROOT", "Round", "Scores", "TargetFacts", "Verification",
 ]  # fmt: skip
 
 ROOT = -1
@@ -76,7 +76,8 @@ class DraftTree:
 
     Node 0 is the *pending* token: the last token of the output, whose keys and values are not computed yet. `parents` is
     topological (`parents[b, i] < i`), `ROOT` at node 0 and `PAD` where a row has fewer nodes than N.
-    Without `draws`, every node but the root is one point draw.
+    Without `draws`, every node but the root is one point draw. Build a new tree rather than `replace` nodes: draws and height were
+    filled in for the old ones.
     """
 
     tokens: Int64[Tensor, "B N"]
@@ -102,7 +103,9 @@ class DraftTree:
         """The same tree on another device; itself if it is there already."""
         if self.tokens.device == torch.device(device):
             return self
-        move = lambda tensor: tensor.to(device, non_blocking=True)  # noqa: E731
+        # what goes to the CPU is read there at once, so it has to have arrived
+        wait = torch.device(device).type == "cpu"
+        move = lambda tensor: tensor.to(device, non_blocking=not wait)  # noqa: E731
         draws = self.draws
         moved = Draws(move(draws.node), move(draws.kind), move(draws.law), draws.kinds)
         laws = None if self.laws is None else move(self.laws)
@@ -110,13 +113,26 @@ class DraftTree:
 
 
 @dataclass(frozen=True)
+class Scores:
+    """What one target pass says about a tree, before any logits processor."""
+
+    logits: Float[Tensor, "B N V"]
+    """Row i: after node i."""
+    features: Float[Tensor, "B N F"] | None = None
+
+    @property
+    def logp(self) -> Float[Tensor, "B N V"]:
+        """The law that no processor changes, as log-probabilities: float32, float64 where the target is."""
+        logits = self.logits
+        return logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32).log_softmax(-1)
+
+
+@dataclass(frozen=True)
 class Verification:
-    """What one target forward says about a tree."""
+    """The target's law at every node of a tree, as the user's options shape it."""
 
     logp: Float[Tensor, "B N V"]
     """Row i: log-probabilities of the target after node i, processed as the user asked; float32, float64 where the target is."""
-    logits: Float[Tensor, "B N V"] | None = None
-    """Raw, only where asked for."""
     features: Float[Tensor, "B N F"] | None = None
 
 
@@ -130,8 +146,6 @@ class Acceptance:
     """Accepted nodes, the root among them: at least 1."""
     next_token: Int64[Tensor, " B"]
     """The correction or bonus; it is the next pending token."""
-    weights: Float[Tensor, "B N"] | None = None
-    """Acceptance weights of the nodes, where the rule has them."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +173,7 @@ class Round:
     accepted: tuple[int, ...]
     """How many of the emitted tokens were drafted."""
     attempted: tuple[int, ...]
-    """The depth to which drafted tokens were up for acceptance: one more than were accepted, unless the tree ended there."""
+    """The depth to which drafted tokens were up for acceptance: one more than were accepted, unless the tree or the output ended there."""
     finish_reason: tuple[str | None, ...]
     """`None` while the row goes on, else "eos", "stop", "criteria", "length" or "context"."""
     seconds: Mapping[str, float] = field(default_factory=dict)
@@ -185,9 +199,14 @@ class Budget:
         """The budget with these numbers, one for all rows or one each; `depth` and `width` are as large as `nodes` if left out."""
         nodes = [nodes] * batch if isinstance(nodes, int) else list(nodes)
         rows = [nodes if x is None else [x] * len(nodes) if isinstance(x, int) else list(x) for x in (nodes, depth, width)]
-        if min(map(min, rows), default=0) < 0 or len(set(map(len, rows))) > 1:
+        if any(x < 0 for row in rows for x in row) or len(set(map(len, rows))) > 1:
             raise ValueError(f"nodes, depth and width take one number of at least 0 per row, got {rows}")
         return cls(*(torch.tensor(row, dtype=torch.int64) for row in rows))
+
+    @property
+    def chain(self) -> Int64[Tensor, " B"]:
+        """How long a chain may be."""
+        return torch.where(self.width > 0, torch.minimum(self.nodes, self.depth), 0)
 
     def clamp(self, room: Int64[Tensor, " B"]) -> Budget:
         """The same budget with no row deeper than `room`; a row with neither depth nor width has no nodes."""

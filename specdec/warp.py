@@ -164,17 +164,16 @@ class Warper:
             except those with `pure = True`.
         batch: rows of the call. A walked object is called with this many equal rows of which its own counts, so that one that looks
             at its place in the batch finds the row of the call, whichever rows have ended since.
-        greedy: whether the law is the argmax of what comes out instead (ties to the lowest id).
     """
 
-    def __init__(self, stages: Sequence[Sequence[Processor]], *, batch: int, greedy: bool) -> None:
+    def __init__(self, stages: Sequence[Sequence[Processor]], *, batch: int) -> None:
         for stage in stages:
             if len(stage) != batch:
                 raise ValueError(f"stages: {len(stage)} processors in a stage for a batch of {batch}; give one per row")
             for processor in stage:
                 if type(processor) in _REFUSED:
                     raise ValueError(f"logits_processor: {type(processor).__name__} runs the model itself: it cannot follow a tree")
-        self.batch, self.greedy = batch, greedy
+        self.batch = batch
         self._rows = [[_bound(stage[row], row) for stage in stages] for row in range(batch)]
         kinds = {_kind(processor) for row in self._rows for processor in row}
         self.free = kinds <= {_Kind.FREE}

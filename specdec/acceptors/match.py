@@ -8,7 +8,7 @@ import torch
 
 from ..base import Acceptor
 from ..rng import Purpose, Source
-from ..tree import children_of, path_to
+from ..tree import acceptable, path_to
 from ..types import Acceptance, DraftTree, Kind, Verification
 
 __all__ = ["CoupledAcceptor", "MatchAcceptor"]
@@ -27,7 +27,7 @@ class MatchAcceptor(Acceptor):
 
 class CoupledAcceptor(Acceptor):
     """Sample-and-match with noise that belongs to the absolute position: the text is a function of the seed and the target alone,
-    whatever the drafter, the planner and the batch (Daliri, Musco and Suresh 2024)."""
+    whatever the drafter, the planner and the batch."""
 
     lossless: ClassVar[bool] = True
     takes: ClassVar[frozenset[Kind]] = frozenset(Kind)
@@ -38,16 +38,19 @@ class CoupledAcceptor(Acceptor):
 
 def _walk(tree: DraftTree, verification: Verification, source: Source, purpose: Purpose) -> Acceptance:
     logp = verification.logp
-    batch, _, vocab = logp.shape
+    batch, nodes, vocab = logp.shape
+    may, above = acceptable(tree), tree.parents.clamp_min(0)
+    # All nodes that hold the path drawn so far: merged trees may have several, whose laws are the same.
+    here = torch.arange(nodes, device=logp.device).expand(batch, -1) == 0
     node = torch.zeros(batch, dtype=torch.int64, device=logp.device)
     next_token, going = node, torch.ones_like(node, dtype=torch.bool)
     for depth in range(tree.height + 1):
         law = logp.gather(1, node[:, None, None].expand(-1, -1, vocab))[:, 0].exp()
         token = source.categorical(law, purpose, depth, going)
         next_token = torch.where(going, token, next_token)
-        child, found = children_of(tree, node, token)
-        going = going & found
-        node = torch.where(going, child, node)
+        here = here.gather(1, above) & (tree.parents >= 0) & (tree.tokens == token[:, None]) & may & going[:, None]
+        going = here.any(-1)
+        node = torch.where(going, here.to(torch.int64).argmax(-1), node)
         if going.device.type == "cpu" and not going.any():  # elsewhere a look would wait for the device
             break
     path, count = path_to(tree.parents, node)

@@ -23,8 +23,8 @@ def step(budget: Float[Tensor, " B"], residual: Float[Tensor, "B V"], law: Float
 
     Returns:
         `num, den`: the child's weight as a fraction that nobody has divided, min(1, num / den);
-        `budget, residual`: of the node, if the child fails. Where nothing is left over the child fails with probability 0, so
-        what stands there is never used but for rounding; the old residual is then the right law.
+        `budget, residual`: of the node, if the child fails. Where nothing is left over the node's budget is 0 and the old residual
+        stands. With a budget of 1 that happens with probability 0, but for rounding, and the old residual is then the right law.
     """
     scaled = budget[:, None] * residual
     num, den = (x.gather(1, token[:, None])[:, 0] for x in (scaled, law))

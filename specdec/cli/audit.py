@@ -31,8 +31,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> dict[str, Any]:
     """Runs in float32. Fails where a text differs and the logits there are no tie."""
-    if args.batch < 1:
-        raise ValueError(f"--batch: got {args.batch}, allowed is at least 1")
+    if args.batch < 1 or args.limit == 0:
+        raise ValueError(f"--batch, --limit: got {args.batch}, {args.limit}; allowed is at least 1")
     prompts = read_prompts(args.prompts, args.limit)
     model, tokenizer = load(args.model, dtype=torch.float32)
     ids = [chat_ids(tokenizer, prompt.turns[0]) for prompt in prompts]

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..base import Context, Drafter
 from ..rng import Source
-from ..tree import from_lists
+from ..tree import chain
 from ..types import Budget, Commit, DraftTree, Int64, Round
 
 __all__ = ["NGramDrafter"]
@@ -58,9 +58,8 @@ class NGramDrafter(Drafter):
         return [_Row() for _ in range(ctx.batch)]
 
     def propose(self, state: list[_Row], pending: Int64[Tensor, " B"], budget: Budget, source: Source) -> DraftTree:
-        room = [min(pair) for pair in zip(budget.nodes.tolist(), budget.depth.tolist(), strict=True)]
-        chains = [[token, *self._continue(row, token, k)] for row, token, k in zip(state, pending.tolist(), room, strict=True)]
-        return from_lists([(chain, range(-1, len(chain) - 1)) for chain in chains])
+        rows = zip(state, pending.tolist(), budget.chain.tolist(), strict=True)
+        return chain([self._continue(row, token, length) for row, token, length in rows], pending)
 
     def _continue(self, row: _Row, pending: int, length: int) -> list[int]:
         tail = [*row.ids[-self._sizes.stop :], pending]

@@ -151,7 +151,7 @@ def _convert(source: Packaged, target: Path, progress: bool) -> None:
         _own_tokenizer(tokenizer, config, source.context).save_pretrained(target)
 
 
-def _own_tokenizer(read: PreTrainedTokenizerBase, config: dict[str, Any], context: int) -> PreTrainedTokenizerFast:
+def _own_tokenizer(read: Any, config: dict[str, Any], context: int) -> PreTrainedTokenizerFast:
     """The model's own tokenizer from the vocabulary that transformers reads out of a GGUF file. The rest is stated here: which token
     ends a text and how blanks are written depends on the version of transformers, and the rule for splitting text, which GGUF only
     names ("every digit alone, then byte-level"), keeps its second half alone."""

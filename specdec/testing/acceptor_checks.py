@@ -47,7 +47,7 @@ def _round(cell: Cell, rows: list[int]) -> tuple[Standing, DraftTree, Verificati
     at = stand(cell.drafter, cell.verifier, [cell.prompts[row] for row in rows])
     source = CounterRng(rows).round(range(len(rows)), at.positions, torch.device("cpu"))
     tree = cell.drafter.propose(at.drafter, at.pending, Budget.of(*cell.plan, batch=len(rows)), source)
-    return at, tree, cell.verifier.verify(at.verifier, tree)
+    return at, tree, Verification(cell.verifier.verify(at.verifier, tree).logp)
 
 
 def _accept(acceptor: Acceptor, cell: Cell, rows: list[int]) -> tuple[DraftTree, Acceptance]:
@@ -57,7 +57,7 @@ def _accept(acceptor: Acceptor, cell: Cell, rows: list[int]) -> tuple[DraftTree,
 
 def answer(acceptor: Acceptor) -> None:
     """The path starts at the root, goes down over nodes on which a draw landed, and has -1 behind its count."""
-    for cell in _taken(acceptor):
+    for cell in _some(acceptor):
         tree, got = _accept(acceptor, cell, list(range(len(cell.prompts))))
         may = acceptable(tree).tolist()
         for row, (path, count) in enumerate(zip(got.path.tolist(), got.count.tolist(), strict=True)):
@@ -70,8 +70,7 @@ def answer(acceptor: Acceptor) -> None:
 
 def batch_invariance(acceptor: Acceptor) -> None:
     """A row's answer is the same among other rows, in another order, and alone."""
-    shapes = ("tree (2,2)", "merged samplers", "uneven rows")
-    for cell in {cell.shape: cell for cell in _taken(acceptor) if cell.shape in shapes}.values():
+    for cell in _some(acceptor):
         order = [3, 1, 0, 2]
         for row, text in zip(order, emitted(*_accept(acceptor, cell, order)), strict=True):
             (alone,) = emitted(*_accept(acceptor, cell, [row]))
@@ -91,6 +90,12 @@ def probes(acceptor: Acceptor) -> None:
 
 def _taken(acceptor: Acceptor) -> Iterator[Cell]:
     return (cell for cell in battery() if cell.drafter.draws <= acceptor.takes and cell.drafter.levels)
+
+
+def _some(acceptor: Acceptor) -> Iterator[Cell]:
+    """One cell for each shape in which rows may differ."""
+    shapes = ("tree (2,2)", "merged samplers", "uneven rows")
+    return iter({cell.shape: cell for cell in _taken(acceptor) if cell.shape in shapes}.values())
 
 
 def acceptor_checks(acceptor: Acceptor, cells: Sequence[Cell] | None = None) -> Iterator[tuple[str, Callable[[Acceptor], None]]]:

@@ -9,8 +9,9 @@ from typing import Any
 from ..base import Acceptor, Drafter, Verifier
 from .acceptor_checks import acceptor_checks
 from .battery import Cell
-from .drafter_checks import LOSSLESS, drafter_checks, subject
+from .drafter_checks import drafter_checks
 from .laws import Plan, Tokens
+from .subject import LOSSLESS, subject
 
 __all__ = ["check_acceptor", "check_drafter", "checks_for", "parametrize_with_checks"]
 

@@ -3,124 +3,20 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from collections.abc import Callable, Iterator
 
 import torch
 
-from ..acceptors import CoupledAcceptor, GreedyAcceptor, MatchAcceptor, RejectionAcceptor
-from ..base import Acceptor, Drafter, Verifier
-from ..loop import decode
-from ..models.table import TableModel
-from ..planning import FixedPlanner
-from ..rng import CounterRng
-from ..tree import check
-from ..types import Budget, DraftTree, Round
-from .laws import Plan, Standing, Tokens, endless, hazard_defect, one_round, several_rounds, stand, tabulated, target_law
+from ..acceptors import RejectionAcceptor
+from ..base import Acceptor
+from ..types import Budget, Round
+from .laws import hazard_defect, one_round, several_rounds, stand, tabulated, target_law
 from .purity import WatchedDrafter, generators_at_rest, other_seed
-from .tables import TableVerifier
+from .subject import LENGTH, Subject, play, propose, propose_at, same_draws, same_story, stories
 from .tolerances import LAW, ROUND_LAW
-from .truth import Drawn, drafts, drawn, untruth
+from .truth import drafts, drawn, untruth
 
-__all__ = ["LOSSLESS", "Subject", "drafter_checks", "subject"]
-
-LOSSLESS: tuple[Acceptor, ...] = (GreedyAcceptor(), MatchAcceptor(), CoupledAcceptor(), RejectionAcceptor())
-"""The rules under which a drafter's law is computed end to end."""
-
-Story = list[tuple[tuple[Drawn, ...], Tokens]]
-"""What became of one row: the draws and the emitted tokens of each of its rounds."""
-
-
-@dataclass(frozen=True)
-class Subject:
-    """A drafter and the tiny world that it is checked in."""
-
-    drafter: Drafter
-    verifier: Verifier
-    acceptors: tuple[Acceptor, ...]
-    contexts: tuple[Tokens, ...]
-    plans: tuple[Plan, ...]
-
-    @property
-    def vocab_size(self) -> int:
-        return self.verifier.facts.vocab_size
-
-    @cached_property
-    def dtype(self) -> torch.dtype:
-        """Of the declared laws; float64 if there are none."""
-        laws = propose(self, self.contexts, [0] * len(self.contexts)).laws
-        return torch.float64 if laws is None else laws.dtype
-
-
-def subject(drafter: Drafter, *, vocab_size: int = 4, verifier: Verifier | None = None, acceptors: Sequence[Acceptor] = LOSSLESS,
-            contexts: Sequence[Tokens] | None = None, plans: Sequence[Plan] = ((3, 3, 3), (3, 2, 2))) -> Subject:  # fmt: skip
-    """See `check_drafter` for the arguments."""
-    if verifier is None:
-        if drafter.needs:
-            layers = drafter.needs.layers
-            raise ValueError(f"verifier: {type(drafter).__name__} reads target layers {layers}; pass a verifier that shows them")
-        verifier = TableVerifier(TableModel.random(vocab_size, 2, seed=7, zeros=0.2))
-    if contexts is None:
-        texts = ((1,), (2, 0), (1, 2, 3, 1, 2), (3, 3, 0, 3, 3, 0, 3), (0, 1, 2, 3, 0, 1))
-        contexts = [tuple(token % verifier.facts.vocab_size for token in text) for text in texts]
-    return Subject(drafter, verifier, tuple(acceptors), tuple(contexts), tuple(plans))
-
-
-# --------------------------------------------------------------------------------------------------------------- running
-
-
-def propose(s: Subject, contexts: Sequence[Tokens], seeds: Sequence[int], budget: Budget | None = None) -> DraftTree:
-    """The first draft of fresh rows with these seeds."""
-    at = stand(s.drafter, s.verifier, contexts)
-    return _propose(s, at, seeds, Budget.of(*s.plans[0], batch=len(contexts)) if budget is None else budget)
-
-
-@torch.no_grad()
-def _propose(s: Subject, at: Standing, seeds: Sequence[int], budget: Budget) -> DraftTree:
-    source = CounterRng(seeds).round(range(len(seeds)), at.positions, s.verifier.facts.device)
-    tree = s.drafter.propose(at.drafter, at.pending, budget, source)
-    check(tree, at.pending, budget, s.vocab_size, sums=True)
-    if not tree.draws.kinds <= s.drafter.draws:
-        raise AssertionError(f"draws: declared are {sorted(s.drafter.draws)}, the tree holds {tree.draws.kinds}")
-    return tree
-
-
-LENGTH = 6
-
-
-def play(s: Subject, contexts: Sequence[Tokens], seeds: Sequence[int], drafter: Drafter | None = None, nodes: int = 3) -> Iterator[Round]:
-    """`LENGTH` tokens for each context through the real loop."""
-    return decode(
-        s.verifier, [torch.tensor(context) for context in contexts], endless(contexts, False, LENGTH), drafter=drafter or s.drafter,
-        acceptor=MatchAcceptor(), planner=FixedPlanner(nodes), rng=CounterRng(seeds), keep_all=True,
-    )  # fmt: skip
-
-
-def stories(s: Subject, rounds: Sequence[Round], batch: int) -> list[Story]:
-    told: list[Story] = [[] for _ in range(batch)]
-    for done in rounds:
-        for row, draws, tokens in zip(done.rows, drawn(done.tree, s.vocab_size), done.emitted, strict=True):
-            told[row].append((draws, tokens))
-    return told
-
-
-def same_draws(s: Subject, a: tuple[Drawn, ...], b: tuple[Drawn, ...]) -> bool:
-    slack = LAW[s.dtype]
-    return len(a) == len(b) and all(x.fits(y, slack) and x.token == y.token for x, y in zip(a, b, strict=True))
-
-
-def _same_story(s: Subject, got: Story, wanted: Story, what: str) -> None:
-    for number, ((draws, tokens), (draws_too, tokens_too)) in enumerate(zip(got, wanted, strict=False)):
-        if tokens != tokens_too or not same_draws(s, draws, draws_too):
-            raise AssertionError(
-                f"{what}: in round {number} it drafted {[d.path for d in draws]} and emitted {tokens}, but alone "
-                f"{[d.path for d in draws_too]} and {tokens_too}"
-            )
-    assert len(got) == len(wanted), f"{what}: {len(got)} rounds instead of {len(wanted)}"
-
-
-# ---------------------------------------------------------------------------------------------------------------- checks
+__all__ = ["drafter_checks"]
 
 
 def declared_law(s: Subject) -> None:
@@ -172,7 +68,7 @@ def interleaving(s: Subject) -> None:
             live.remove(which) if done is None else together[which].append(done)
     for group, one, other in zip((first, second), together, apart, strict=True):
         for context, got, wanted in zip(group, stories(s, one, len(group)), stories(s, other, len(group)), strict=True):
-            _same_story(s, got, wanted, f"context {context} beside another batch")
+            same_story(s, got, wanted, f"context {context} beside another batch")
 
 
 def batch_invariance(s: Subject) -> None:
@@ -181,7 +77,7 @@ def batch_invariance(s: Subject) -> None:
     batch = stories(s, list(play(s, [s.contexts[i] for i in order], [100 + i for i in order])), len(order))
     for i, story in zip(order, batch, strict=True):
         (alone,) = stories(s, list(play(s, [s.contexts[i]], [100 + i])), 1)
-        _same_story(s, story, alone, f"context {s.contexts[i]} in a batch")
+        same_story(s, story, alone, f"context {s.contexts[i]} in a batch")
 
 
 @torch.no_grad()
@@ -193,7 +89,7 @@ def select(s: Subject) -> None:
     part.drafter, part.verifier = s.drafter.select(part.drafter, rows), s.verifier.select(part.verifier, rows)
     part.pending, part.positions = part.pending[rows], [part.positions[i] for i in rows]
     for step in range(2):
-        trees = [_propose(s, at, [5, 6], Budget.of(*s.plans[0], batch=2)) for at in (part, alone)]
+        trees = [propose_at(s, at, [5, 6], Budget.of(*s.plans[0], batch=2)) for at in (part, alone)]
         for context, got, wanted in zip(chosen, *(drawn(tree, s.vocab_size) for tree in trees), strict=True):
             assert same_draws(s, got, wanted), f"context {context}, step {step} after select: drafted {got}, alone {wanted}"
         for at in (part, alone):
@@ -240,7 +136,8 @@ def law_with(acceptor: Acceptor) -> Callable[[Subject], None]:
 
 
 def _exact(s: Subject, defect: float, where: str) -> None:
-    allowed = ROUND_LAW if s.dtype == torch.float64 else LAW[s.dtype]
+    dtypes = {s.dtype, s.verifier.facts.dtype}
+    allowed = ROUND_LAW if dtypes == {torch.float64} else max(LAW[dtype] for dtype in dtypes)
     assert defect <= allowed, f"{where}: the law of an emitted token is off by {defect:.2e}"
 
 

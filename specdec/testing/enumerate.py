@@ -131,7 +131,7 @@ class EnumeratingSource(Source):
     def _choose(self, row: int, purpose: Purpose, number: int, weights: Sequence[float]) -> int:
         position = self._positions[row]
         if purpose == Purpose.TARGET:
-            position, number = position + number, 0
+            return self._walks[row].choose(((), position + number, purpose, 0), weights)
         return self._walks[row].choose((self._parts, position, purpose, number), weights)
 
     def accept(self, num: Float[Tensor, " B"], den: Float[Tensor, " B"], number: int,

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..base import Acceptor, Context, Drafter, Verifier
+from ..drafters import NullDrafter
 from ..loop import compatible, decode
 from ..options import Options
 from ..planning import FixedPlanner
@@ -19,7 +20,7 @@ from ..ragged import pad_rows
 from ..rng import Purpose
 from ..stops import Ends
 from ..tree import root_only
-from ..types import Acceptance, Budget, DraftTree, Float, Int64
+from ..types import Acceptance, Budget, DraftTree, Float, Int64, Verification
 from ..warp import Warper
 from .enumerate import EnumeratingRng, branches
 
@@ -54,12 +55,12 @@ class Standing:
 def stand(drafter: Drafter, verifier: Verifier, prompts: Sequence[Tokens], *, greedy: bool = False) -> Standing:
     """Read the prompts, each of them of one token or more, in one chunk."""
     batch = len(prompts)
-    ctx = Context(batch, verifier.facts, Warper([], batch=batch, greedy=greedy), greedy, max(map(len, prompts)) + 64, drafter.needs)
+    ctx = Context(batch, verifier.facts, Warper([], batch=batch), greedy, max(map(len, prompts)) + 64, drafter.needs)
     states = [verifier.begin(ctx), drafter.begin(ctx)]
     tokens, lengths = pad_rows(prompts, 0)
     if tokens.shape[1] > 1:
         states[1] = drafter.observe(states[1], verifier.extend(states[0], tokens[:, :-1], lengths - 1))
-    pending = tokens.gather(1, lengths[:, None] - 1)[:, 0].to(verifier.facts.device)
+    pending = tokens.gather(1, lengths[:, None] - 1)[:, 0]
     return Standing(ctx, states[0], states[1], pending, (lengths - 1).tolist())
 
 
@@ -87,7 +88,7 @@ def one_round(drafter: Drafter, verifier: Verifier, acceptor: Acceptor, prompts:
         at = stand(drafter, verifier, rng.roots, greedy=acceptor.greedy)
         source = rng.round(range(len(rng.roots)), at.positions, facts.device)
         tree = drafter.propose(at.drafter, at.pending, Budget.of(*plan, batch=len(rng.roots)), source).to(facts.device)
-        return emitted(tree, acceptor.accept(tree, verifier.verify(at.verifier, tree), source))
+        return emitted(tree, acceptor.accept(tree, Verification(verifier.verify(at.verifier, tree).logp), source))
 
     return _by_root((b.root, b.result, b.probability) for b in branches(run, prompts, shared=shared))
 
@@ -95,7 +96,7 @@ def one_round(drafter: Drafter, verifier: Verifier, acceptor: Acceptor, prompts:
 def endless(prompts: Sequence[Tokens], greedy: bool, room: int) -> Options:
     """Options of a call that ends at `room` new tokens and for no other reason."""
     ends = Ends(eos=frozenset(), limits=[len(prompt) + room for prompt in prompts])
-    return Options(greedy, frozenset(), 0, Warper([], batch=len(prompts), greedy=greedy), ends)
+    return Options(greedy, 0, Warper([], batch=len(prompts)), ends)
 
 
 def several_rounds(drafter: Drafter, verifier: Verifier, acceptor: Acceptor, prompts: Sequence[Tokens], plan: Plan, rounds: int = 2, *,
@@ -133,13 +134,8 @@ def _by_root(found: Iterable[tuple[Hashable, Tokens, float]]) -> dict[Any, Law]:
 @torch.no_grad()
 def laws_after(verifier: Verifier, texts: Sequence[Tokens], *, greedy: bool = False) -> Float[Tensor, "R V"]:
     """What the target says after each text, by a fresh prefill and a pass without draft; a point mass if greedy."""
-    ctx = Context(len(texts), verifier.facts, Warper([], batch=len(texts), greedy=greedy), greedy, max(map(len, texts)) + 1)
-    state = verifier.begin(ctx)
-    tokens, lengths = pad_rows(texts, 0)
-    if tokens.shape[1] > 1:
-        verifier.extend(state, tokens[:, :-1], lengths - 1)
-    pending = tokens.gather(1, lengths[:, None] - 1)[:, 0].to(verifier.facts.device)
-    logp = verifier.verify(state, root_only(pending)).logp[:, 0].cpu()
+    at = stand(NullDrafter(), verifier, texts, greedy=greedy)
+    logp = verifier.verify(at.verifier, root_only(at.pending)).logp[:, 0].cpu()
     return torch.nn.functional.one_hot(logp.argmax(-1), logp.shape[-1]).to(logp) if greedy else logp.exp()
 
 

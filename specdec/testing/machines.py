@@ -46,7 +46,7 @@ def verifier_machine(make: Callable[[], Verifier], oracle: Callable[[], Verifier
             self.state = self.verifier.begin(self._context(self.verifier, rows, needs))
 
         def _context(self, verifier: Verifier, rows: int, features: Features = NO_FEATURES) -> Context:
-            return Context(rows, verifier.facts, Warper([], batch=rows, greedy=False), False, capacity, features)
+            return Context(rows, verifier.facts, Warper([], batch=rows), False, capacity, features)
 
         def _fits(self) -> bool:
             return max(map(len, self.texts)) + nodes + 1 <= capacity

@@ -14,7 +14,8 @@ from ..base import Acceptor
 from ..rng import Purpose, Source
 from ..tree import depths, draw_law, path_to, sort_draws
 from ..types import Acceptance, Bool, DraftTree, Float, Kind, Verification
-from .mutants import Mutant, normalised
+from .mutant_trees import normalised
+from .mutants import Mutant
 
 __all__ = ["Block", "Recursive", "mutant_acceptors", "position_coin", "round_coin"]
 
@@ -200,5 +201,5 @@ def mutant_acceptors() -> dict[str, Mutant]:
         "writes into its arguments": Mutant(_Impure(), chain, RejectionAcceptor(), "Touched: verification.logp"),
         "sees its batch mates": Mutant(_FirstRow(), "batch-invariance", MatchAcceptor(), "in the batch"),
         "accepts probes": Mutant(_Probing(), "probes", MatchAcceptor(), "no draw landed"),
-        "path not padded with -1": Mutant(_Trailing(), "answer", MatchAcceptor(), "count 1"),
+        "path not padded with -1": Mutant(_Trailing(), "answer", MatchAcceptor(), r"path \[0, .*, 0\], count"),
     }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from itertools import product
 
@@ -13,8 +13,7 @@ from torch import Tensor
 from ..base import Context, Verifier
 from ..models.table import TableModel
 from ..ragged import Ragged
-from ..types import Commit, DraftTree, Float, Int64, TargetFacts, Verification
-from ..warp import Warper, WarpState
+from ..types import Commit, DraftTree, Float, Int64, Scores, TargetFacts
 
 __all__ = ["PAIRS", "LawPairs", "TableVerifier", "law_pairs", "windows"]
 
@@ -35,8 +34,6 @@ def windows(history: Ragged, tree_tokens: Int64[Tensor, "B N"], parents: Int64[T
 @dataclass
 class _State:
     history: Ragged
-    warper: Warper
-    warp: WarpState
     tree: DraftTree | None = None
 
 
@@ -46,33 +43,34 @@ class TableVerifier(Verifier):
 
     def __init__(self, model: TableModel) -> None:
         self.model = model
+        self._facts = TargetFacts(model.vocab_size, torch.float64)
 
     @property
     def facts(self) -> TargetFacts:
-        return TargetFacts(self.model.vocab_size, torch.float64)
+        return self._facts
 
     def begin(self, ctx: Context) -> _State:
-        return _State(Ragged.empty(ctx.batch), ctx.warper, ctx.warper.begin())
+        if ctx.needs:
+            raise ValueError(f"drafter: it reads target layers {ctx.needs.layers}, but a table has none; use TreeVerifier")
+        return _State(Ragged.empty(ctx.batch))
 
     def extend(self, state: _State, tokens: Int64[Tensor, "B T"], count: Int64[Tensor, " B"]) -> Commit:
         state.history.extend(tokens, count)
         return Commit(tokens, count)
 
-    def verify(self, state: _State, tree: DraftTree) -> Verification:
+    def verify(self, state: _State, tree: DraftTree) -> Scores:
         state.tree = tree
         context = windows(state.history, tree.tokens, tree.parents, self.model.order)
-        logits = self.model(context.flatten(0, 1)).unflatten(0, tree.tokens.shape)
-        return Verification(state.warper(state.warp, logits, tree, state.history))
+        return Scores(self.model(context.flatten(0, 1)).unflatten(0, tree.tokens.shape))
 
     def commit(self, state: _State, path: Int64[Tensor, "B D"], count: Int64[Tensor, " B"]) -> Commit:
         tokens = state.tree.tokens.gather(1, path.clamp_min(0))
-        state.warper.commit(state.warp, path, count)
         state.history.extend(tokens, count)
         state.tree = None
         return Commit(tokens, count)
 
     def select(self, state: _State, rows: Sequence[int]) -> _State:
-        return replace(state, history=state.history.select(rows), warp=state.warper.select(state.warp, rows), tree=None)
+        return _State(state.history.select(rows))
 
 
 # ------------------------------------------------------------------------------------------------------------- pairs of laws

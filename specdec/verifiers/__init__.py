@@ -2,6 +2,6 @@
 
 from .factory import make_verifier
 from .sequential import SequentialVerifier
-from .tree import CausalTarget, TreeVerifier
+from .tree import TreeVerifier
 
-__all__ = ["CausalTarget", "SequentialVerifier", "TreeVerifier", "make_verifier"]
+__all__ = ["SequentialVerifier", "TreeVerifier", "make_verifier"]

@@ -8,8 +8,9 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..base import Verifier
+from ..cache import CausalTarget
 from ..models.hf import HFTarget
-from .tree import CausalTarget, TreeVerifier
+from .tree import TreeVerifier
 
 __all__ = ["make_verifier"]
 
@@ -34,6 +35,6 @@ def make_verifier(model: Any, verifier: Verifier | None = None) -> tuple[Verifie
         return TreeVerifier(model), None
     raise TypeError(
         f"model: got {type(model).__name__}; allowed are a decoder-only model of Hugging Face transformers (unwrapped: not compiled, no "
-        "PEFT or data-parallel wrapper) and objects with facts, new_cache and forward as in specdec.verifiers.tree.CausalTarget. "
+        "PEFT or data-parallel wrapper) and objects with facts, new_cache and forward as in specdec.cache.CausalTarget. "
         "For any other callable pass verifier=SequentialVerifier(fn, vocab_size=...), where fn maps ids [R, L] to logits [R, V]"
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -12,8 +12,7 @@ from torch import Tensor
 from ..base import Context, Verifier
 from ..ragged import Ragged
 from ..tree import path_to
-from ..types import Commit, DraftTree, Float, Int64, TargetFacts, Verification
-from ..warp import Warper, WarpState
+from ..types import Commit, DraftTree, Float, Int64, Scores, TargetFacts
 
 __all__ = ["SequentialVerifier"]
 
@@ -21,8 +20,6 @@ __all__ = ["SequentialVerifier"]
 @dataclass
 class _State:
     history: Ragged
-    warper: Warper
-    warp: WarpState
     tree: DraftTree | None = None
 
 
@@ -48,16 +45,15 @@ class SequentialVerifier(Verifier):
     def begin(self, ctx: Context) -> _State:
         if ctx.needs:
             raise ValueError(f"drafter: it reads target layers {ctx.needs.layers}, but a callable target shows none; use TreeVerifier")
-        return _State(Ragged.empty(ctx.batch), ctx.warper, ctx.warper.begin())
+        return _State(Ragged.empty(ctx.batch))
 
     def extend(self, state: _State, tokens: Int64[Tensor, "B T"], count: Int64[Tensor, " B"]) -> Commit:
         state.history.extend(tokens, count)
         return Commit(tokens, count)
 
-    def verify(self, state: _State, tree: DraftTree) -> Verification:
+    def verify(self, state: _State, tree: DraftTree) -> Scores:
         state.tree = tree = tree.to(self.facts.device)
-        logits = self._logits(state.history, tree)
-        return Verification(state.warper(state.warp, logits, tree, state.history))
+        return Scores(self._logits(state.history, tree))
 
     def _logits(self, history: Ragged, tree: DraftTree) -> Float[Tensor, "B N V"]:
         batch, nodes = tree.tokens.shape
@@ -76,10 +72,9 @@ class SequentialVerifier(Verifier):
 
     def commit(self, state: _State, path: Int64[Tensor, "B D"], count: Int64[Tensor, " B"]) -> Commit:
         tokens = state.tree.tokens.gather(1, path.to(self.facts.device).clamp_min(0))
-        state.warper.commit(state.warp, path, count)
         state.history.extend(tokens, count)
         state.tree = None
         return Commit(tokens, count)
 
     def select(self, state: _State, rows: Sequence[int]) -> _State:
-        return replace(state, history=state.history.select(rows), warp=state.warper.select(state.warp, rows), tree=None)
+        return _State(state.history.select(rows))

@@ -132,16 +132,16 @@ def test_people_see_the_text_with_its_accepted_runs(call) -> None:
     assert out.endswith("equal to plain decoding in float32: yes\n")
     for figure in ("speculative", "plain", "ratio"):
         assert figure in out
-    assert "in bfloat16" in call("demo", "--prompt", "abcabcabc", "--dtype", "bfloat16")[1]
+    assert "in bfloat16" in call("demo", "--prompt", "abcabcabc", "--max-new-tokens", "5", "--dtype", "bfloat16")[1]
 
 
 @pytest.mark.real
 def test_demo_on_the_real_model(capsys) -> None:
-    assert main(["demo", "--max-new-tokens", "96", "--json"]) == 0
+    assert main(["demo", "--max-new-tokens", "48", "--json"]) == 0
     got = json.loads(capsys.readouterr().out)
     assert got.keys() >= KEYS
-    assert got["equal_to_plain"] is True and got["finish_reason"] == "eos"
-    assert got["text"].startswith("Bees visit flowers") and "lose their food" in got["text"] and "their fields" in got["text"]
+    assert got["equal_to_plain"] is True and (got["tokens"], got["finish_reason"]) == (48, "length")
+    assert got["text"].startswith("Bees visit flowers to collect nectar and pollen.") and "would lose their food" in got["text"]
     assert got["tokens_per_round"] > 3
 
 

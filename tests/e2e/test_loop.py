@@ -101,6 +101,31 @@ def test_a_row_does_not_depend_on_its_batch(name: str, sampling: dict) -> None:
         assert [t.tolist() for t in padded.new_tokens] == [a.new_tokens[0].tolist() for a in alone]
 
 
+class Moody:
+    """A processor with a memory: it favours a token that depends on all it was shown before."""
+
+    def __init__(self) -> None:
+        self.mood = 0
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.mood = (3 * self.mood + int(input_ids[0, -1]) + 1) % V
+        return scores.index_add(1, torch.tensor([self.mood]), torch.full((len(scores), 1), 5.0, dtype=scores.dtype))
+
+
+def test_processors_see_each_nodes_own_history() -> None:
+    """With and without memory, through rejections and rows that end: the cached tree pass against the oracle that caches nothing."""
+    options = {"do_sample": True, "seed": [3, 1, 4, 1], "max_new_tokens": 14, "eos_token_id": [0], "repetition_penalty": 1.7}
+    for name in ("spoilt", "tree"):
+        for own in ([], [Moody()]):
+            fast, slow = (
+                specdec.generate(TARGET, PROMPTS, drafter=DRAFTERS[name], logits_processor=own, verifier=verifier, **options)
+                for verifier in (None, specdec.SequentialVerifier(TARGET, V))
+            )
+            assert [t.tolist() for t in fast.new_tokens] == [t.tolist() for t in slow.new_tokens]
+            for one, other in zip(fast.logprobs, slow.logprobs, strict=True):
+                torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
 def test_coupled_text_depends_on_the_seed_alone() -> None:
     def text(drafter: specdec.Drafter, k: int, rows: slice) -> list[list[int]]:
         out = specdec.generate(TARGET, PROMPTS[rows], drafter=drafter, acceptor=specdec.CoupledAcceptor(), planner=FixedPlanner(k),
@@ -128,7 +153,13 @@ def test_identities_of_the_statistics(k: int, new: int, spoil: int) -> None:
     assert list(s.attempted_by_depth) == sorted(s.attempted_by_depth, reverse=True)
     assert s.rounds == sum(len(r.rows) for r in out.rounds) and s.steps == len(out.rounds)
     if not spoil and k and new:
-        assert s.acceptance_rate == 1
+        assert s.acceptance_rate == 1 and s.attempted_by_depth == s.accepted_by_depth
+
+
+def test_depths_behind_an_end_were_not_attempted() -> None:
+    text = plain(PROMPTS[0], 10)[0]
+    out = specdec.generate(TARGET, [PROMPTS[0]], drafter=Oracle(), planner=FixedPlanner(8), max_new_tokens=10, eos_token_id=[text[0]])
+    assert out.stats.attempted_by_depth == out.stats.accepted_by_depth == (1,)
 
 
 def test_rounds_hold_the_laws_of_what_they_emitted() -> None:

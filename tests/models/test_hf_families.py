@@ -48,7 +48,7 @@ def build(family: str, attention: str = "sdpa", dtype: torch.dtype = torch.float
 
 
 def context(target: HFTarget, batch: int, layers: tuple[int, ...] = ()) -> Context:
-    return Context(batch, target.facts, Warper([], batch=batch, greedy=False), False, 64, Features(layers))
+    return Context(batch, target.facts, Warper([], batch=batch), False, 64, Features(layers))
 
 
 def random_tree(batch: int, nodes: int, generator: torch.Generator) -> DraftTree:

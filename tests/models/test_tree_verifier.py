@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from transformers import GPT2Config, GPT2LMHeadModel, RepetitionPenaltyLogitsProcessor
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from specdec.base import Context, Verifier
 from specdec.models.tiny import TinyTarget
@@ -29,7 +29,7 @@ CLOSE = TREE_PASS[torch.float64]
 
 
 def context(batch: int, layers: tuple[int, ...] = (), warper: Warper | None = None) -> Context:
-    return Context(batch, TARGET.facts, warper or Warper([], batch=batch, greedy=False), False, 100, Features(layers))
+    return Context(batch, TARGET.facts, warper or Warper([], batch=batch), False, 100, Features(layers))
 
 
 def started(prompts: Sequence[Sequence[int]], layers: tuple[int, ...] = (), verifier: Verifier = TREE) -> tuple[Verifier, Any]:
@@ -102,34 +102,6 @@ def test_a_prompt_in_chunks_is_the_prompt(chunk: int) -> None:
     logp = verifier.verify(state, root_only(torch.tensor([7, 8, 9]))).logp[:, 0]
     for row, prompt in enumerate(prompts):
         assert torch.allclose(logp[row], dense([*prompt, 7 + row]), rtol=0, atol=CLOSE)
-
-
-class Moody:
-    """A processor with a memory: it favours a token that depends on all it was shown before."""
-
-    def __init__(self) -> None:
-        self.mood = 0
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        self.mood = (3 * self.mood + int(input_ids[0, -1]) + 1) % V
-        return scores.index_add(1, torch.tensor([self.mood]), torch.full((len(scores), 1), 5.0, dtype=scores.dtype))
-
-
-@pytest.mark.parametrize("processor", [RepetitionPenaltyLogitsProcessor(3.0), Moody()], ids=["of the ids", "with a memory"])
-def test_processors_see_each_nodes_own_history_through_commits_and_selects(processor: Any) -> None:
-    tree = DraftTree(torch.tensor([[1, 2, 3, 2, 1], [5, 6, 6, 5, 0]]), torch.tensor([[-1, 0, 0, 2, 3], [-1, 0, 1, 2, PAD]]))
-    laws: dict[Verifier, list[Tensor]] = {}
-    for verifier in (TREE, SequentialVerifier(TARGET, V)):
-        state = verifier.begin(context(2, warper=Warper([[processor] * 2], batch=2, greedy=False)))
-        verifier.extend(state, torch.tensor([[4, 9], [7, 0]]), torch.tensor([2, 1]))
-        laws[verifier] = []
-        for rows in ([0, 1], [1, 0], [0, 1]):
-            laws[verifier].append(verifier.verify(state, tree).logp[tree.parents != PAD])
-            verifier.commit(state, torch.tensor([[0, 2, 3], [0, 1, -1]]), torch.tensor([3, 2]))
-            state = verifier.select(state, rows)
-    for fast, slow in zip(*laws.values(), strict=True):
-        assert torch.allclose(fast, slow, rtol=0, atol=CLOSE)
-    assert not torch.allclose(fast, laws[TREE][0], atol=1e-2), "the history must count"
 
 
 def states_of(ids: Sequence[int], layers: tuple[int, ...]) -> Tensor:

@@ -64,7 +64,13 @@ def test_the_battery_has_every_shape_and_kind():
     cells = {(cell.shape, cell.proposal) for cell in battery()}
     ways = ("point", "iid", "without replacement", "mixed")
     assert cells >= {(shape, way) for shape in ("chain 3", "tree (2,2)", "level 2", "level 3") for way in ways}
-    assert cells >= {("merged paths (3,1)", "iid"), ("merged samplers", "mixed"), ("empty", "none"), ("uneven rows", "mixed")}
+    assert cells >= {
+        ("merged paths (2,1)", "iid"),
+        ("merged level 3", "iid"),
+        ("merged samplers", "mixed"),
+        ("empty", "none"),
+        ("uneven rows", "mixed"),
+    }
     assert all(len(cell.prompts) >= 4 for cell in battery())
 
 

@@ -38,7 +38,7 @@ def scan(ids: list[int], sizes: range, choice: str, length: int) -> list[int]:
 )  # fmt: skip
 def test_same_draft_as_a_scan(rows: list[list[int]], low: int, more: int, choice: str, length: int, pieces: int) -> None:
     drafter = NGramDrafter(low + more, low, choice)
-    warper = Warper([], batch=len(rows), greedy=True)
+    warper = Warper([], batch=len(rows))
     state = drafter.begin(Context(len(rows), TargetFacts(3), warper, greedy=True, capacity=30))
     source = CounterRng([0] * len(rows)).round(range(len(rows)), [len(row) - 1 for row in rows], torch.device("cpu"))
     longest = max(map(len, rows)) - 1

@@ -151,7 +151,7 @@ def test_keywords_win_over_the_config_which_wins_over_the_models_defaults(monkey
         assert options.greedy == (kwargs.get("do_sample") is False)
         same_as_generate([PROMPT], **{"do_sample": True, **kwargs})
     assert get(defaults=defaults).pad == 9 and get(defaults=defaults, pad_token_id=4).pad == 4 and get().pad == 0
-    assert get(defaults=defaults).eos == {9, 2} and get(defaults=defaults, eos_token_id=None).eos == frozenset()
+    assert get(defaults=defaults).ends.eos == {9, 2} and get(defaults=defaults, eos_token_id=None).ends.eos == frozenset()
 
 
 def test_our_defaults_are_those_of_transformers() -> None:

@@ -14,7 +14,7 @@ from specdec.testing.machines import verifier_machine
 from specdec.testing.strategies import laws, pairs_of_laws, picks, trees
 from specdec.testing.tables import TableVerifier
 from specdec.tree import acceptable, check
-from specdec.types import Budget, Commit, Kind, Verification
+from specdec.types import Budget, Commit, Kind, Scores
 from specdec.verifiers.sequential import SequentialVerifier
 
 # The type checker that executes annotations in tests picks the items it looks at with Python's generator, also while data is drawn.
@@ -53,7 +53,7 @@ class Broken(Verifier):
             earlier = (tree.parents[:, :-1] == tree.parents[:, 1:]) & (tree.parents[:, 1:] > 0)
             logp = got.logp.clone()
             logp[:, 1:][earlier] = logp[:, :-1][earlier]
-            return Verification(logp)
+            return Scores(logp)
         return got
 
     def commit(self, state, path, count):

@@ -128,7 +128,7 @@ def test_memory_sees_what_plain_decoding_shows_it(seed: int) -> None:
     prompts = [[3], [1, 4, 1, 5], [9, 2, 6]]
     answers = [plain(prompt, 40)[0] for prompt in prompts]
     mine = Memory()
-    loop = Speculator(Warper([[mine] * 3], batch=3, greedy=True), prompts, answers, seed)
+    loop = Speculator(Warper([[mine] * 3], batch=3), prompts, answers, seed)
     for _ in range(5):
         loop.round()
     assert max(map(len, loop.new)) > 5  # some drafts were accepted
@@ -142,7 +142,7 @@ def test_memory_sees_what_plain_decoding_shows_it(seed: int) -> None:
 def test_selected_rows_keep_their_memory_and_their_number() -> None:
     prompts = [[3], [1, 4, 1, 5], [9, 2, 6]]
     answers = [plain(prompt, 40)[0] for prompt in prompts]
-    loop = Speculator(Warper([[Memory()] * 3], batch=3, greedy=True), prompts, answers, 1)
+    loop = Speculator(Warper([[Memory()] * 3], batch=3), prompts, answers, 1)
     loop.round()
     loop.state = loop.warper.select(loop.state, [2, 0])
     loop.ids, loop.new = [loop.ids[2], loop.ids[0]], [loop.new[2], loop.new[0]]
@@ -158,7 +158,7 @@ def test_selected_rows_keep_their_memory_and_their_number() -> None:
 
 
 def test_no_commit_is_a_rollback_and_a_count_of_0_leaves_a_row() -> None:
-    warper = Warper([[Memory()] * 2], batch=2, greedy=False)
+    warper = Warper([[Memory()] * 2], batch=2)
     state = warper.begin()
     first = step(warper, state, [[1], [2]])
     assert torch.equal(step(warper, state, [[1], [2]]), first)
@@ -170,7 +170,7 @@ def test_no_commit_is_a_rollback_and_a_count_of_0_leaves_a_row() -> None:
 
 
 def test_users_of_one_warper_do_not_meet() -> None:
-    warper = Warper([[Memory()]], batch=1, greedy=False)
+    warper = Warper([[Memory()]], batch=1)
     target, drafter = warper.begin(), warper.begin()
     step(warper, target, [[1]])
     warper.commit(target, torch.tensor([[0]]), torch.tensor([1]))
@@ -193,7 +193,7 @@ def test_processors_that_share_memory_share_it_in_every_branch() -> None:
             return scores.index_fill(1, torch.tensor(self.memory), -INF)
 
     memory: list[int] = []
-    warper = Warper([[Writer(memory)], [Reader(memory)]], batch=1, greedy=False)
+    warper = Warper([[Writer(memory)], [Reader(memory)]], batch=1)
     got = step(warper, warper.begin(), [[1]], from_lists([([1, 4, 5, 6], [-1, 0, 0, 1])]))
     banned = [set(torch.nonzero(row == -INF).flatten().tolist()) for row in got[0]]
     assert banned == [{1}, {1, 4}, {1, 5}, {1, 4, 6}] and memory == []
@@ -222,7 +222,7 @@ class Grammar:
 
 def test_forbidden_tokens_and_what_is_below_them_are_not_walked() -> None:
     tree = from_lists([([3, 4, 5, 6, 7, 8], [-1, 0, 0, 1, 2, 1])])  # 5 and 7 below it, 6 below 4 are not in the language
-    warper = Warper([[Grammar()]], batch=1, greedy=False)
+    warper = Warper([[Grammar()]], batch=1)
     state = warper.begin()
     got = step(warper, state, [[3]], tree)
     kept = [set(torch.nonzero(row > -INF).flatten().tolist()) for row in got[0]]
@@ -232,7 +232,7 @@ def test_forbidden_tokens_and_what_is_below_them_are_not_walked() -> None:
 
 
 def test_committing_a_forbidden_token_is_an_error() -> None:
-    warper = Warper([[Grammar()]], batch=1, greedy=False)
+    warper = Warper([[Grammar()]], batch=1)
     state = warper.begin()
     step(warper, state, [[3]], from_lists([([3, 5], [-1, 0])]))
     with pytest.raises(ValueError, match="node 1 of row 0"):
@@ -241,7 +241,7 @@ def test_committing_a_forbidden_token_is_an_error() -> None:
 
 def test_a_later_rule_may_allow_what_an_earlier_one_forbade() -> None:
     """The law decides what is dead, not one stage of it: a forced token is walked, although the first stage bans it."""
-    warper = Warper([[Memory()], [hf.ForcedEOSTokenLogitsProcessor(2, [1])]], batch=1, greedy=False)
+    warper = Warper([[Memory()], [hf.ForcedEOSTokenLogitsProcessor(2, [1])]], batch=1)
     state = warper.begin()
     got = step(warper, state, [[1]], from_lists([([1, 1, 3], [-1, 0, 0])]))
     assert got[0, 0].exp().tolist() == [0, 1] + [0] * (V - 2)
@@ -265,7 +265,7 @@ class Stops:
 def test_an_error_on_a_branch_counts_if_its_law_was_used() -> None:
     """Plain decoding never asks what follows the last token, so a draft that goes on there must not raise for it."""
     tree = from_lists([([1, 7, 4, 5], [-1, 0, 1, 0])])
-    warper = Warper([[Stops()], [Stops("another")], [hf.TemperatureLogitsWarper(0.5)]], batch=1, greedy=False)
+    warper = Warper([[Stops()], [Stops("another")], [hf.TemperatureLogitsWarper(0.5)]], batch=1)
     state = warper.begin()
     got = step(warper, state, [[1]], tree)
     assert not invalid(got).any() and bool((got[0, [0, 3], 0] == -INF).all())
@@ -287,7 +287,7 @@ class Locked(Memory):
 
 
 def test_what_cannot_be_copied_is_refused_at_begin() -> None:
-    warper = Warper([[Locked()]], batch=1, greedy=False)
+    warper = Warper([[Locked()]], batch=1)
     with pytest.raises(TypeError, match="Locked cannot be copied.*only one of me.*pure = True"):
         warper.begin()
 
@@ -304,7 +304,7 @@ def test_a_function_with_a_memory_is_refused_and_one_without_is_not() -> None:
         return scores
 
     with pytest.raises(TypeError, match="function.*is its own copy.*pure = True"):
-        Warper([[remembers]], batch=1, greedy=False).begin()
-    warper = Warper([[forbids_4]], batch=1, greedy=False)
+        Warper([[remembers]], batch=1).begin()
+    warper = Warper([[forbids_4]], batch=1)
     got = step(warper, warper.begin(), [[1]], chain([[1, 2]]))
     assert bool((got[..., 4] == -INF).all()) and int((got == -INF).sum()) == 2

@@ -98,7 +98,7 @@ def compare(names: Sequence[str], seed: int, prompts: Sequence[list[int]], sizes
     tree = random_tree(generator, sizes, [p[-1] for p in prompts])
     logits = torch.randn(*tree.tokens.shape, V, dtype=torch.float64, generator=generator) * 2
     before = logits.clone()
-    warper = Warper(stages(names, prompts), batch=len(prompts), greedy=False)
+    warper = Warper(stages(names, prompts), batch=len(prompts))
     got = warper(warper.begin(), logits, tree, begin(prompts))
     assert torch.equal(logits, before) and got.dtype == torch.float64
     dead: set[tuple[int, int]] = set()
@@ -137,7 +137,7 @@ def test_processors_together(names: list[str], seed: int) -> None:
 def test_plain_decoding_step_and_no_processors() -> None:
     logits = torch.randn(2, 1, V)
     tree = root_only(torch.tensor([3, 5]))
-    warper = Warper([], batch=2, greedy=True)
+    warper = Warper([], batch=2)
     got = warper(warper.begin(), logits, tree, begin([[1, 3], [5]]))
     assert torch.equal(got, logits.log_softmax(-1)) and warper.free and not warper.walks and warper.greedy
 
@@ -147,7 +147,7 @@ def test_plain_decoding_step_and_no_processors() -> None:
 def test_low_precision_is_raised_before_anything(dtype: torch.dtype, names: list[str]) -> None:
     logits = torch.randn(1, 3, V).to(dtype)
     before, tree = logits.clone(), chain([[1, 2, 3]])
-    warper = Warper(stages(names, [[1]]), batch=1, greedy=False)
+    warper = Warper(stages(names, [[1]]), batch=1)
     got = warper(warper.begin(), logits, tree, begin([[1]]))
     high = warper(warper.begin(), logits.float(), tree, begin([[1]]))
     assert got.dtype == torch.float32 and torch.equal(got, high) and torch.equal(logits, before)
@@ -155,7 +155,7 @@ def test_low_precision_is_raised_before_anything(dtype: torch.dtype, names: list
 
 def test_rows_with_different_history_free_objects() -> None:
     logits = torch.randn(2, 3, V, dtype=torch.float64)
-    warper = Warper([[hf.TemperatureLogitsWarper(0.5), hf.TopKLogitsWarper(3)]], batch=2, greedy=False)
+    warper = Warper([[hf.TemperatureLogitsWarper(0.5), hf.TopKLogitsWarper(3)]], batch=2)
     got = warper(warper.begin(), logits, chain([[1, 2, 3], [1, 2, 3]]), begin([[1], [1]]))
     torch.testing.assert_close(got[0], (logits[0] / 0.5).log_softmax(-1))
     assert bool(((got[1] > -INF).sum(-1) == 3).all())
@@ -173,7 +173,7 @@ def test_a_row_that_is_no_law_is_nan_throughout(names: list[str], dtype: torch.d
     token = 3  # every rule above leaves this one alone
     logits = torch.randn(1, 4, V, dtype=dtype)
     tree = from_lists([([3, 0, 4, 5], [-1, 0, 0, 0])])
-    warper = Warper(stages(names, [[3]]), batch=1, greedy=False)
+    warper = Warper(stages(names, [[3]]), batch=1)
     clean = warper(warper.begin(), logits, tree, begin([[3]]))
     for spoil in ("nan", "inf", "all"):
         bad = logits.clone()
@@ -187,7 +187,7 @@ def test_a_row_that_is_no_law_is_nan_throughout(names: list[str], dtype: torch.d
 
 
 def test_every_column_can_spoil_a_row() -> None:
-    warper = Warper([], batch=1, greedy=False)
+    warper = Warper([], batch=1)
     state, tree = warper.begin(), root_only(torch.tensor([1]))
     for value in (float("nan"), INF):
         for column in range(V):
@@ -200,7 +200,7 @@ def test_every_column_can_spoil_a_row() -> None:
 
 
 def test_a_law_is_never_above_zero() -> None:
-    warper = Warper([], batch=1, greedy=False)
+    warper = Warper([], batch=1)
     for scale in (1e-3, 1.0, 1e4, 1e30):
         got = warper(warper.begin(), torch.randn(1, 64, V) * scale, chain([[0] * 64]), begin([[0]]))
         assert bool((got <= 0).all()) and not invalid(got).any()
@@ -224,7 +224,7 @@ class PerRow:
 
 
 def test_an_object_finds_its_row_after_others_have_left() -> None:
-    warper = Warper([[PerRow()] * 3], batch=3, greedy=False)
+    warper = Warper([[PerRow()] * 3], batch=3)
     state = warper.begin()
     got = step(warper, state, [[5], [5], [5]])
     assert [int((row[0] == -INF).nonzero()) for row in got] == [0, 1, 2]
@@ -245,7 +245,7 @@ def test_prefix_function_is_asked_true_pairs(theirs: bool) -> None:
 
     class_ = hf.PrefixConstrainedLogitsProcessor(allowed, 1)
     stage = [class_] * 3 if theirs else [PrefixAllowed(allowed, row) for row in range(3)]
-    warper = Warper([stage], batch=3, greedy=False)
+    warper = Warper([stage], batch=3)
     state = warper.select(warper.begin(), [2, 0])
     got = step(warper, state, [[2], [0]], from_lists([([2, 4, 9], [-1, 0, 0]), ([0, 1, 2], [-1, 0, 1])]))
     assert [torch.nonzero(got[i, 1] > -INF).flatten().tolist() for i in range(2)] == [[3, 4], [1, 2]]
@@ -253,7 +253,7 @@ def test_prefix_function_is_asked_true_pairs(theirs: bool) -> None:
 
 
 def test_prefix_function_without_an_answer_names_the_row() -> None:
-    warper = Warper([[PrefixAllowed(lambda row, ids: [], row) for row in range(2)]], batch=2, greedy=False)
+    warper = Warper([[PrefixAllowed(lambda row, ids: [], row) for row in range(2)]], batch=2)
     with pytest.raises(ValueError, match="prefix_allowed_tokens_fn.*row 0"):
         step(warper, warper.begin(), [[5], [6]])
 
@@ -263,7 +263,7 @@ def test_prompt_lengths_given_per_batch_element() -> None:
     ignore: Any = torch.tensor([1, 3])
     rule = hf.RepetitionPenaltyLogitsProcessor(2.0)
     rule.prompt_ignore_length = ignore
-    warper = Warper([[rule, rule]], batch=2, greedy=False)
+    warper = Warper([[rule, rule]], batch=2)
     state = warper.select(warper.begin(), [1])
     got = warper(state, torch.ones(1, 1, V), root_only(torch.tensor([6])), begin([[4, 5, 5, 6]]))
     assert torch.nonzero(got[0, 0] < got[0, 0].max()).flatten().tolist() == [6]
@@ -291,7 +291,7 @@ class Declared:
 
 def test_declared_pure_is_called_in_rectangles() -> None:
     rule = Declared()
-    warper = Warper([[rule, rule]], batch=2, greedy=False)
+    warper = Warper([[rule, rule]], batch=2)
     tree = from_lists([([1, 2, 3, 4], [-1, 0, 0, 1]), ([5, 6], [-1, 0])])
     logits = torch.zeros(2, 4, V)
     got = warper(warper.begin(), logits, tree, begin([[0, 1], [5]]))
@@ -305,29 +305,29 @@ def test_a_subclass_of_a_known_class_may_remember() -> None:
     class Mine(hf.TemperatureLogitsWarper):
         pass
 
-    assert Warper([[Mine(0.5)]], batch=1, greedy=False).walks
-    assert Warper([[hf.TemperatureLogitsWarper(0.5)]], batch=1, greedy=False).free
+    assert Warper([[Mine(0.5)]], batch=1).walks
+    assert Warper([[hf.TemperatureLogitsWarper(0.5)]], batch=1).free
 
 
 def test_the_given_objects_stay_as_they_are() -> None:
     """Also those that transformers prepares at their first call."""
     bias, decay = RULES["sequence_bias"](1), RULES["decay"](1)
     before = [copy.deepcopy(vars(x)) for x in (bias, decay)]
-    warper = Warper([[bias], [decay]], batch=1, greedy=False)
+    warper = Warper([[bias], [decay]], batch=1)
     step(warper, warper.begin(), [[1]], chain([[1, 2, 3, 4]]))
     assert vars(bias) == before[0] and vars(decay).keys() == before[1].keys()
 
 
 def test_refusals() -> None:
     with pytest.raises(ValueError, match="2 processors in a stage for a batch of 3"):
-        Warper([[hf.LogitNormalization()] * 2], batch=3, greedy=False)
+        Warper([[hf.LogitNormalization()] * 2], batch=3)
     guidance = hf.UnbatchedClassifierFreeGuidanceLogitsProcessor(2.0, None)
     with pytest.raises(ValueError, match="UnbatchedClassifierFreeGuidance.*runs the model"):
-        Warper([[guidance]], batch=1, greedy=False)
+        Warper([[guidance]], batch=1)
 
     def forgets(input_ids: Tensor, scores: Tensor) -> None:
         return None
 
     with pytest.raises(TypeError, match="function returned NoneType"):
-        warper = Warper([[forgets]], batch=1, greedy=False)
+        warper = Warper([[forgets]], batch=1)
         step(warper, warper.begin(), [[1]])
