@@ -109,8 +109,10 @@ class ContextDrafter(Drafter):
         guesses = self.guess(state.with_next(last), budget)
         if isinstance(guesses, DraftTree):
             return guesses
-        if len(guesses) != len(last):
-            raise ValueError(f"{type(self).__name__}.guess: returned {len(guesses)} rows for a batch of {len(last)}; give one list per row")
+        if not isinstance(guesses, Sequence) or len(guesses) != len(last) or not all(isinstance(row, Sequence | Tensor) for row in guesses):
+            raise ValueError(
+                f"{type(self).__name__}.guess: returned {guesses!r}; give one list of token ids for each of the {len(last)} rows"
+            )
         return chain([guess[:k] for guess, k in zip(guesses, budget.chain.tolist(), strict=True)], last)
 
     @final

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, SupportsIndex, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -58,7 +58,7 @@ def default_acceptor(drafter: Drafter, greedy: bool) -> Acceptor:
     return MatchAcceptor() if drafter.draws <= {Kind.POINT} else RejectionAcceptor()
 
 
-def stream(model: Any, input_ids: Tensor | Sequence[Any], *, drafter: Drafter, **arguments: Any) -> Iterator[Round]:
+def stream(model: Any, input_ids: Any, *, drafter: Any, **arguments: Any) -> Iterator[Round]:
     """Like `generate`, but hands out every round as it is done. Everything is checked before the first round.
 
     Yields:
@@ -67,7 +67,7 @@ def stream(model: Any, input_ids: Tensor | Sequence[Any], *, drafter: Drafter, *
     return _Call(model, input_ids, drafter=drafter, **arguments).run()
 
 
-def generate(model: Any, input_ids: Tensor | Sequence[Any], *, drafter: Drafter, streamer: Streamer | None = None,
+def generate(model: Any, input_ids: Any, *, drafter: Any, streamer: Streamer | None = None,
              return_rounds: bool | str = False, **arguments: Any) -> Generation:  # fmt: skip
     """Decode with drafts that the target checks; the law of the text is exactly the target's.
 
@@ -105,26 +105,31 @@ def generate(model: Any, input_ids: Tensor | Sequence[Any], *, drafter: Drafter,
             logprobs[row] += scores
             reasons[row] = reason or reasons[row]
             if streamer is not None:
-                streamer.put(torch.tensor(tokens))
+                streamer.put(torch.tensor(tokens, device="cpu"))
     if streamer is not None:
         streamer.end()
     device = call.verifier.facts.device
     sequences, lengths = pad_rows([[*p.tolist(), *n] for p, n in zip(call.prompts, new, strict=True)], call.options.pad)
-    return Generation(
-        sequences.to(device), lengths.to(device), [torch.tensor(n, dtype=torch.int64, device=device) for n in new],
-        [torch.tensor(s, dtype=torch.float64) for s in logprobs], reasons, stats, call.seeds, rounds if return_rounds else None,
-    )  # fmt: skip
+    texts = [torch.tensor(n, dtype=torch.int64, device=device) for n in new]
+    scores = [torch.tensor(s, dtype=torch.float64, device="cpu") for s in logprobs]
+    kept = rounds if return_rounds else None
+    return Generation(sequences.to(device), lengths.to(device), texts, scores, reasons, stats, call.seeds, kept)
 
 
 class _Call:
     """One call, its arguments resolved and checked."""
 
-    def __init__(self, model: Any, input_ids: Tensor | Sequence[Any], *, drafter: Drafter, acceptor: Acceptor | None = None,
-                 verifier: Verifier | None = None, planner: Planner | None = None, attention_mask: Tensor | None = None,
+    def __init__(self, model: Any, input_ids: Any, *, drafter: Any, acceptor: Any = None, verifier: Any = None,
+                 planner: Any = None, attention_mask: Any = None,
                  generation_config: GenerationConfig | None = None, logits_processor: Sequence[Any] | None = None,
                  stopping_criteria: Sequence[Any] | None = None, tokenizer: PreTrainedTokenizerBase | None = None,
                  prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
-                 seed: SupportsIndex | Sequence[int] | None = None, keep_all: bool = False, **generation_kwargs: Any) -> None:  # fmt: skip
+                 seed: Any = None, keep_all: bool = False, **generation_kwargs: Any) -> None:  # fmt: skip
+        for name, part, kind in (("drafter", drafter, Drafter), ("acceptor", acceptor, Acceptor), ("verifier", verifier, Verifier),
+                                 ("planner", planner, Planner)):  # fmt: skip
+            if not isinstance(part, kind) and (part is not None or kind is Drafter):
+                given = part.__name__ if isinstance(part, type) else repr(part)
+                raise TypeError(f"{name}: got {given}; give an instance of a subclass of specdec.{kind.__name__}")
         self.verifier, defaults = make_verifier(model, verifier)
         self.prompts = unpad_rows(input_ids, attention_mask)
         self.options = resolve(

@@ -61,7 +61,12 @@ def decode(verifier: Verifier, prompts: Sequence[Int64[Tensor, " _"]], options: 
     while True:
         with torch.no_grad():
             room = [ends.room(row, length) - 1 for row, length in zip(rows, history.lengths, strict=True)]
-            budget = planner.plan(states[2], history.lengths).clamp(torch.tensor(room))
+            budget = planner.plan(states[2], history.lengths)
+            if budget.nodes.shape != (len(rows),):
+                raise ValueError(
+                    f"planner: {type(planner).__name__} planned for {list(budget.nodes.shape)} rows, the batch has {len(rows)}"
+                )
+            budget = budget.clamp(torch.tensor(room, device="cpu"))
             source = rng.round(rows, [length - 1 for length in history.lengths], facts.device)
             pending = history.last()
             clock.stop("other")
@@ -70,7 +75,9 @@ def decode(verifier: Verifier, prompts: Sequence[Int64[Tensor, " _"]], options: 
             clock.stop("draft")
             scores = verifier.verify(states[0], drafted)
             clock.stop("verify")
-            verification = Verification(options.warper(warp, scores.logits, drafted, history.but_last()), scores.features)
+            processed = options.warper.scores(warp, scores.logits, drafted, history.but_last())
+            best = processed.argmax(-1) if options.greedy else None
+            verification = Verification(processed.log_softmax(-1), best, scores.features)
             tree = drafted.to(facts.device)
             acceptance = acceptor.accept(tree, verification, source)
             decided = _read(tree, verification, acceptance)
@@ -84,8 +91,8 @@ def decode(verifier: Verifier, prompts: Sequence[Int64[Tensor, " _"]], options: 
             emitted = tuple(tuple(d.tokens[:n]) for d, (n, _) in zip(decided, cuts, strict=True))
             history.extend(emitted)
             clock.stop("other")
-            count = torch.tensor([n for n, _ in cuts])
-            path = torch.tensor([d.path for d in decided])
+            count = torch.tensor([n for n, _ in cuts], device="cpu")
+            path = torch.tensor([d.path for d in decided], device="cpu")
             commit = verifier.commit(states[0], path, count)
             options.warper.commit(warp, path, count)
             clock.stop("commit")
@@ -130,7 +137,7 @@ def _names(kinds: frozenset) -> str:
 
 def _prefill(verifier: Verifier, drafter: Drafter, states: list, prompts: Ragged) -> None:
     """All but the last prompt token become permanent, in chunks; the last one is the first pending token."""
-    lengths = torch.tensor(prompts.lengths) - 1
+    lengths = torch.tensor(prompts.lengths, device="cpu") - 1
     for start in range(0, int(lengths.max()), PREFILL_CHUNK):
         count = (lengths - start).clamp(0, PREFILL_CHUNK)
         tokens = prompts.ids[:, start : start + int(count.max())]
@@ -138,7 +145,7 @@ def _prefill(verifier: Verifier, drafter: Drafter, states: list, prompts: Ragged
 
 
 def _fits(tree: DraftTree, pending: Int64[Tensor, " B"], budget: Budget, drafter: Drafter, vocab_size: int) -> None:
-    check(tree, pending, budget, vocab_size)
+    check(tree, pending, budget, vocab_size, sums=True)
     if not tree.draws.kinds <= drafter.draws:
         raise ValueError(
             f"drafter: {type(drafter).__name__}.draws declares {_names(drafter.draws)}, but its tree holds {_names(tree.draws.kinds)} draws"

@@ -173,7 +173,10 @@ def resolve(prompts: Sequence[Int64[Tensor, " _"]], *, facts: TargetFacts, defau
     processors, criteria = _listed("logits_processor", logits_processor), _listed("stopping_criteria", stopping_criteria)
 
     limits = _limits(o, lengths, facts)
-    stages = _merge(_rules(o, lengths, limits, prefix_allowed_tokens_fn, facts), processors, batch)
+    # transformers cuts its default, and nothing else, to what the model reads; a forced EOS then comes there
+    default = o["max_new_tokens"] is None and o["max_length"] is None
+    lasts = [min(n, facts.max_positions or n) for n in limits] if default else limits
+    stages = _merge(_rules(o, lengths, lasts, prefix_allowed_tokens_fn, facts), processors, batch)
     stages += [[processor] * batch for processor in _warpers(o, facts)]
 
     own: list[tuple[type, list[Any]]] = []
@@ -272,7 +275,7 @@ def _check_prompts(prompts: Sequence[Tensor], facts: TargetFacts) -> None:
 
 
 def _limits(o: Mapping[str, Any], lengths: list[int], facts: TargetFacts) -> list[int]:
-    """How long each row may become. Without a word from anyone, 20 new tokens, within what the target reads."""
+    """How long each row may become, whatever the target reads. Without a word from anyone, 20 new tokens."""
     room = facts.max_positions
     for row, length in enumerate(lengths):
         if o["max_new_tokens"] is None and o["max_length"] is not None and length >= o["max_length"]:
@@ -283,7 +286,7 @@ def _limits(o: Mapping[str, Any], lengths: list[int], facts: TargetFacts) -> lis
         return [length + o["max_new_tokens"] for length in lengths]
     if o["max_length"] is not None:
         return [o["max_length"]] * len(lengths)
-    return [length + _DEFAULT_NEW if room is None else min(length + _DEFAULT_NEW, room) for length in lengths]
+    return [length + _DEFAULT_NEW for length in lengths]
 
 
 # ---------------------------------------------------------------------------------------------- processors, in transformers' order

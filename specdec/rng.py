@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from operator import index
-from typing import SupportsIndex
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -87,14 +87,17 @@ def uniform(key: Int64[Tensor, "*n"]) -> Float[Tensor, "*n"]:
     return _shift(_mix(key), 11).double() * 2.0**-53
 
 
-def derive_seeds(seed: SupportsIndex | Sequence[int] | None, batch: int) -> list[int]:
-    """One seed per row: the given ones, or as many as needed from one integer, or fresh ones from the system."""
+def derive_seeds(seed: Any, batch: int) -> list[int]:
+    """One seed per row: the given ones, or as many as needed from one integer, or with `None` fresh ones from the system."""
     if seed is None:
         return [secrets.randbits(63) for _ in range(batch)]
-    if not isinstance(seed, Sequence):
-        key = torch.tensor([_wrap(index(seed))] * batch)
-        return _shift(_fold(key, torch.arange(batch)), 1).tolist()
-    seeds = [int(s) for s in seed]
+    try:
+        seeds = [index(one) for one in seed] if isinstance(seed, Iterable) else index(seed)
+    except TypeError:
+        raise TypeError(f"seed: got {seed!r}; give one integer, or one per row") from None
+    if isinstance(seeds, int):
+        key = torch.tensor([_wrap(seeds)] * batch, device="cpu")
+        return _shift(_fold(key, torch.arange(batch, device="cpu")), 1).tolist()
     if len(seeds) != batch:
         raise ValueError(f"seed: {len(seeds)} seeds for a batch of {batch}; give one integer, or one per row")
     return seeds

@@ -73,10 +73,10 @@ class Ends:
         """
         criteria, limit, length = self._criteria[row], self.limits[row], len(ids)
         # Assembled once a round; what a criterion sees, and may keep, are views of a buffer that nobody writes to again.
-        text = torch.cat([ids, torch.tensor(new, dtype=torch.int64)])[None].to(self._device) if criteria and new else ids
+        text = torch.cat([ids, torch.tensor(new, dtype=torch.int64, device="cpu")])[None].to(self._device) if criteria and new else ids
         for kept, token in enumerate(new, 1):
             # Plain decoding asks every criterion about every token, also about one that ends the row anyway.
-            fired = [criterion for criterion in criteria if bool(criterion(text[:, : length + kept], None))]
+            fired = [criterion for criterion in criteria if _says(criterion, text[:, : length + kept])]
             if token in self.eos:
                 return kept, "eos"
             if fired:
@@ -84,6 +84,15 @@ class Ends:
             if length + kept >= limit:
                 return kept, self._reasons[row]
         return len(new), None
+
+
+def _says(criterion: Criterion, ids: Int64[Tensor, "1 L"]) -> bool:
+    answer = criterion(ids, None)
+    if isinstance(answer, bool) or (isinstance(answer, Tensor) and answer.numel() == 1):
+        return bool(answer)
+    raise TypeError(
+        f"stopping_criteria: {type(criterion).__name__} answered {answer!r} for one row; allowed are a bool or a tensor of one element"
+    )
 
 
 def _own(criterion: Criterion, batch: int) -> Criterion:

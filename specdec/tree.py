@@ -148,8 +148,8 @@ def chain(tokens: Sequence[Sequence[int]] | Int64[Tensor, "B N"], pending: Int64
 def from_lists(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> DraftTree:
     """A tree of point draws from `(tokens, parents)` of each row; node 0 is the pending token. On the CPU."""
     nodes = max(len(tokens) for tokens, _ in rows)
-    tokens = torch.tensor([[*t, *[0] * (nodes - len(t))] for t, _ in rows], dtype=torch.int64)
-    parents = torch.tensor([[*p, *[PAD] * (nodes - len(p))] for _, p in rows], dtype=torch.int64)
+    tokens = torch.tensor([[*t, *[0] * (nodes - len(t))] for t, _ in rows], dtype=torch.int64, device="cpu")
+    parents = torch.tensor([[*p, *[PAD] * (nodes - len(p))] for _, p in rows], dtype=torch.int64, device="cpu")
     return DraftTree(tokens, parents)
 
 
@@ -166,6 +166,8 @@ def check(tree: DraftTree, pending: Int64[Tensor, " B"], budget: Budget, vocab_s
     devices = {x.device for x in (tree.tokens, tree.parents, tree.draws.node, tree.draws.kind, tree.draws.law, tree.laws) if x is not None}
     if len(devices) > 1:
         raise ValueError(f"tree: its tensors lie on {', '.join(sorted(map(str, devices)))}; keep them together")
+    if tree.tokens.dtype != torch.int64 or tree.parents.dtype != torch.int64:
+        raise ValueError(f"tree: tokens ({tree.tokens.dtype}) and parents ({tree.parents.dtype}) must be int64")
     if tree.parents.shape != tree.tokens.shape or batch != len(pending):
         raise ValueError(f"tree: tokens {list(tree.tokens.shape)} and parents {list(tree.parents.shape)} must both be [{len(pending)}, N]")
     parents, tokens = tree.parents, tree.tokens
@@ -213,6 +215,13 @@ def _check_draws(tree: DraftTree, vocab_size: int, sums: bool) -> None:
     refuse(real & (draw_parents(tree) < 0), "must land on a drafted node")
     point = draws.kind == Kind.POINT
     refuse(real & ~(point | (draws.kind == Kind.IID) | (draws.kind == Kind.WITHOUT_REPLACEMENT)), "is of no known kind")
+    wor = real & (draws.kind == Kind.WITHOUT_REPLACEMENT)
+    if wor.any():
+        parent, token = draw_parents(tree), tree.tokens.gather(1, draws.node.clamp_min(0))
+        same = wor[:, :, None] & wor[:, None, :]
+        for x in (parent, token, draws.law):
+            same = same & (x[:, :, None] == x[:, None, :])
+        refuse(same.tril(-1).any(-1), "was drawn before: without replacement a token comes once")
     refuse(real & ~point & ((draws.law < 0) | (draws.law >= count)), f"needs one of the {count} laws")
     if not frozenset(Kind(k) for k in draws.kind[real].unique().tolist()) <= draws.kinds:
         raise ValueError(f"draws: kinds says {sorted(draws.kinds)}, but other kinds occur")

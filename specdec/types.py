@@ -67,7 +67,8 @@ class Draws:
     def __post_init__(self) -> None:
         if self.kinds is None:  # filled in here, so that no reader meets a None
             real = self.kind[self.node >= 0]
-            object.__setattr__(self, "kinds", frozenset(Kind(k) for k in real.unique().tolist()))
+            known = [k for k in real.unique().tolist() if k in tuple(Kind)]  # `specdec.tree.check` refuses others
+            object.__setattr__(self, "kinds", frozenset(map(Kind, known)))
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,9 @@ class Verification:
 
     logp: Float[Tensor, "B N V"]
     """Row i: log-probabilities of the target after node i, processed as the user asked; float32, float64 where the target is."""
+    best: Int64[Tensor, "B N"] | None = None
+    """Argmax of the processed scores, ties to the lowest id; given when decoding greedily. Normalising rounds, and can make equals of
+    two scores that differ in the last place, so this is not always the argmax of `logp`."""
     features: Float[Tensor, "B N F"] | None = None
 
 
@@ -201,7 +205,7 @@ class Budget:
         rows = [nodes if x is None else [x] * len(nodes) if isinstance(x, int) else list(x) for x in (nodes, depth, width)]
         if any(x < 0 for row in rows for x in row) or len(set(map(len, rows))) > 1:
             raise ValueError(f"nodes, depth and width take one number of at least 0 per row, got {rows}")
-        return cls(*(torch.tensor(row, dtype=torch.int64) for row in rows))
+        return cls(*(torch.tensor(row, dtype=torch.int64, device="cpu") for row in rows))
 
     @property
     def chain(self) -> Int64[Tensor, " B"]:

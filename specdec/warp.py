@@ -195,10 +195,14 @@ class Warper:
         return WarpState([_Row(index, [own(p) for p in _fork(row)]) for index, row in enumerate(self._rows)])
 
     def __call__(self, state: WarpState, logits: Float[Tensor, "B N V"], tree: DraftTree, history: Ragged) -> Float[Tensor, "B N V"]:
-        """The law after every node, as log-probabilities: float64 if the logits are, else float32. `logits` are left alone.
+        """The law after every node, as log-probabilities; see `scores`."""
+        return self.scores(state, logits, tree, history).log_softmax(-1)
+
+    def scores(self, state: WarpState, logits: Float[Tensor, "B N V"], tree: DraftTree, history: Ragged) -> Float[Tensor, "B N V"]:
+        """The processed logits of every node: float64 if the logits are, else float32. `logits` are left alone.
 
         Rejected branches may be bad, so nothing is raised for a node whose scores are no law (see `invalid`), nor for a drafted node
-        on which a walked processor raises: `commit` raises it if the node's law was used. Nodes below a token of probability zero are
+        on which a processor raises: `commit` raises it if the node's law was used. Nodes below a token of probability zero are
         not walked. Rows of such nodes and of padding mean nothing.
 
         Args:
@@ -215,7 +219,7 @@ class Warper:
             for row in state.each:
                 row.forks, row.faults = {}, {}
             scores = self._by_level(state, scores.clone() if scores is logits else scores, tree, history)
-        return scores.log_softmax(-1)
+        return scores
 
     def commit(self, state: WarpState, path: Int64[Tensor, "B D"], count: Int64[Tensor, " B"]) -> None:
         """The processors of each row's last committed node become the row's own, and what one raised on the path is raised now.
@@ -224,7 +228,7 @@ class Warper:
             path: the nodes after which a token was emitted, from the root down; like `count` on the CPU.
             count: how many they are; 0 leaves the row as it was.
         """
-        if not self.walks:
+        if self.free:
             return
         for row, nodes, depth in zip(state.each, path.tolist(), count.tolist(), strict=True):
             for node in nodes[:depth]:
@@ -257,7 +261,7 @@ class Warper:
             nodes = []
             for row, node in at:
                 mine, parent = state.each[row], parents[row][node]
-                ids = torch.cat([history.row(row), torch.tensor(paths[row, node], dtype=torch.int64)]).to(flat.device)
+                ids = torch.cat([history.row(row), torch.tensor(paths[row, node], dtype=torch.int64, device="cpu")]).to(flat.device)
                 nodes.append(_Node(mine, node, ids, _fork(mine.own if parent == ROOT or not self.walks else mine.forks[parent])))
             if nodes:
                 index = torch.tensor([row * width + node for row, node in at], device=flat.device)
@@ -296,11 +300,16 @@ class Warper:
     def _group(self, nodes: list[_Node], stage: int, scores: Float[Tensor, "n V"]) -> Float[Tensor, "n V"]:
         first, processor = nodes[0], nodes[0].processors[stage]
         kind = _kind(processor)
-        if kind in (_Kind.FREE, _Kind.PURE):
-            return _apply(processor, None if kind is _Kind.FREE else torch.stack([node.ids for node in nodes]), scores)
+        if kind is _Kind.FREE:
+            return _apply(processor, None, scores)
+        if len(nodes) > 1:
+            try:
+                return _apply(processor, torch.stack([node.ids for node in nodes]), scores)
+            except Exception:  # one node by one, to find out whose it is: a drafted token may lead where it refuses to go
+                return torch.cat([self._group([node], stage, scores[i : i + 1]) for i, node in enumerate(nodes)])
         if first.fault is not None:
             return scores
-        repeat, mine = (1, 0) if kind is _Kind.BOUND else (self.batch, first.row.index)
+        repeat, mine = (1, 0) if kind in (_Kind.PURE, _Kind.BOUND) else (self.batch, first.row.index)
         try:
             return _apply(processor, first.ids.repeat(repeat, 1), scores.repeat(repeat, 1))[mine : mine + 1]
         except Exception as error:

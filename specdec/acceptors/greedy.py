@@ -20,7 +20,7 @@ class GreedyAcceptor(Acceptor):
     greedy: ClassVar[bool] = True
 
     def accept(self, tree: DraftTree, verification: Verification, source: Source) -> Acceptance:
-        best = verification.logp.argmax(-1)
+        best = verification.logp.argmax(-1) if verification.best is None else verification.best
         node = follow(tree, best)
         path, count = path_to(tree.parents, node)
         return Acceptance(path, count, best.gather(1, node[:, None])[:, 0])

@@ -93,7 +93,7 @@ class FullCache:
             if start + node != length + at
         ]
         if moves:
-            self._move(torch.tensor(moves, dtype=torch.int64).T)
+            self._move(torch.tensor(moves, dtype=torch.int64, device="cpu").T)
         self.lengths = [length + len(chosen) for length, chosen in zip(self.lengths, kept, strict=True)]
         self._nodes = None
 

@@ -163,7 +163,9 @@ def _check(model: PreTrainedModel, text: Any) -> nn.ModuleList:
 
 def _active(text: Any, *words: str) -> list[str]:
     """The config's positive numbers with one of these words in their names."""
-    found = [(key, value) for key, value in text.to_dict().items() if any(word in key for word in words)]
+    # what belongs to heads for other tasks is not in a causal model
+    own = [(key, value) for key, value in text.to_dict().items() if not key.startswith(("summary_", "classifier_"))]
+    found = [(key, value) for key, value in own if any(word in key for word in words)]
     return [f"{key}={value}" for key, value in found if isinstance(value, (int, float)) and value > 0]
 
 

@@ -70,10 +70,12 @@ class TinyTarget:
 class _Net(nn.Module):
     def __init__(self, vocab_size: int, hidden_size: int, num_layers: int, num_heads: int, num_kv_heads: int) -> None:
         super().__init__()
-        self.embed = nn.Embedding(vocab_size, hidden_size, device="meta")  # meta: drawing weights here would move the global random state
+        self.embed = nn.Embedding(
+            vocab_size, hidden_size, device="meta", dtype=torch.float32
+        )  # meta: drawing weights here would move the global random state
         self.layers = nn.ModuleList(_Layer(hidden_size, num_heads, num_kv_heads) for _ in range(num_layers))
-        self.norm = nn.RMSNorm(hidden_size, device="meta")
-        self.head = nn.Linear(hidden_size, vocab_size, bias=False, device="meta")
+        self.norm = nn.RMSNorm(hidden_size, device="meta", dtype=torch.float32)
+        self.head = nn.Linear(hidden_size, vocab_size, bias=False, device="meta", dtype=torch.float32)
 
     def init(self, seed: int, sharpness: float) -> None:
         self.to_empty(device="cpu")
@@ -102,9 +104,12 @@ class _Layer(nn.Module):
         self.heads, self.kv_heads, self.size = num_heads, num_kv_heads, hidden_size // num_heads
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
-            return nn.Linear(inputs, outputs, bias=False, device="meta")
+            return nn.Linear(inputs, outputs, bias=False, device="meta", dtype=torch.float32)
 
-        self.norm1, self.norm2 = nn.RMSNorm(hidden_size, device="meta"), nn.RMSNorm(hidden_size, device="meta")
+        self.norm1, self.norm2 = (
+            nn.RMSNorm(hidden_size, device="meta", dtype=torch.float32),
+            nn.RMSNorm(hidden_size, device="meta", dtype=torch.float32),
+        )
         self.query, self.out = linear(hidden_size, hidden_size), linear(hidden_size, hidden_size)
         self.key, self.value = linear(hidden_size, num_kv_heads * self.size), linear(hidden_size, num_kv_heads * self.size)
         self.gate, self.up = linear(hidden_size, 2 * hidden_size), linear(hidden_size, 2 * hidden_size)

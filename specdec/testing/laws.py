@@ -128,7 +128,7 @@ def _by_root(found: Iterable[tuple[Hashable, Tokens, float]]) -> dict[Any, Law]:
     return {root: {text: math.fsum(p) for text, p in law.items()} for root, law in parts.items()}
 
 
-# --------------------------------------------------------------------------------------------------------------- judging
+# -------------------------------------------------------------------------------------------------------- what it has to be
 
 
 @torch.no_grad()

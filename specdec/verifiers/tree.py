@@ -47,9 +47,9 @@ class TreeVerifier(Verifier):
         nodes, device = tokens.shape[1], self.facts.device
         if nodes == 0:
             return Commit(tokens, count)
-        steps = torch.arange(nodes)
+        steps = torch.arange(nodes, device="cpu")
         # A row that ends early repeats its last position: one more could lie beyond the target's last.
-        positions = torch.tensor(state.cache.lengths)[:, None] + torch.minimum(steps, (count[:, None] - 1).clamp_min(0))
+        positions = torch.tensor(state.cache.lengths, device="cpu")[:, None] + torch.minimum(steps, (count[:, None] - 1).clamp_min(0))
         state.cache.open(nodes)
         mask = None if state.cache.aligned else state.cache.mask((steps <= steps[:, None]).expand(len(tokens), -1, -1).to(device))
         _, features = self._target.forward(

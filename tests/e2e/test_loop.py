@@ -237,7 +237,7 @@ def test_bad_calls_are_refused() -> None:
         specdec.generate(TARGET, PROMPTS, drafter=NullDrafter(), return_rounds="some")
     with pytest.raises(TypeError, match="a ContextDrafter defines guess alone"):
         type("Bad", (ContextDrafter,), {"observe": lambda self, *_: None})
-    with pytest.raises(ValueError, match="returned 1 rows for a batch of 4"):
+    with pytest.raises(ValueError, match="one list of token ids for each of the 4 rows"):
         specdec.generate(TARGET, PROMPTS, drafter=type("Few", (ContextDrafter,), {"guess": lambda self, ids, budget: [[]]})())
 
 

@@ -7,9 +7,12 @@ from itertools import product
 import pytest
 import torch
 
-from specdec.acceptors import MatchAcceptor, RejectionAcceptor
+from specdec.acceptors import CoupledAcceptor, MatchAcceptor, RejectionAcceptor
+from specdec.base import Drafter
 from specdec.drafters import NullDrafter
 from specdec.models.table import TableModel
+from specdec.rng import Purpose, Source
+from specdec.testing import AddressReuse
 from specdec.testing.bounds import chain_optimum, level_optimum, point_optimum
 from specdec.testing.drafters import TableDrafter
 from specdec.testing.laws import (
@@ -26,6 +29,7 @@ from specdec.testing.laws import (
 )  # fmt: skip
 from specdec.testing.mutant_acceptors import Block, Recursive, round_coin
 from specdec.testing.tables import PAIRS, TableVerifier, law_pairs
+from specdec.types import Kind
 from specdec.verifiers.sequential import SequentialVerifier
 
 
@@ -141,6 +145,56 @@ def test_two_rounds_are_the_first_and_then_the_second():
         for more, then in one_round(drafter, verifier, RejectionAcceptor(), [begun], (1, 1, 1))[begun].items():
             composed[(*text, *more)] = composed.get((*text, *more), 0.0) + first * then
     assert two == {text: pytest.approx(probability, abs=1e-15) for text, probability in composed.items()}
+
+
+class SharedNoise(Source):
+    """Draws the draft with the noise of the positions that it is for."""
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def accept(self, num, den, number, active=None):
+        raise NotImplementedError
+
+    def categorical(self, weights, purpose, number, active=None):
+        return self.inner.categorical(weights, Purpose.TARGET, number, active)
+
+    def part(self, index):
+        raise NotImplementedError
+
+
+class Sharing(Drafter):
+    draws = frozenset({Kind.IID})
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def begin(self, ctx):
+        return self.inner.begin(ctx)
+
+    def propose(self, state, pending, budget, source):
+        return self.inner.propose(state, pending, budget, SharedNoise(source))
+
+    def observe(self, state, commit, round=None):
+        return self.inner.observe(state, commit, round)
+
+    def select(self, state, rows):
+        return self.inner.select(state, rows)
+
+
+def test_noise_may_be_shared_with_the_coupled_rule_alone():
+    """It is exact over rounds and accepts more than with noise of the drafter's own; block verification, which looks at drafted tokens
+    behind the accepted ones, is biased by it, and the strict source says so."""
+    pairs = law_pairs(2, 2)
+    verifier, drafter, prompt = TableVerifier(pairs.target), TableDrafter(pairs.draft, "ii"), pairs.prompts[1]
+    target, noise = target_law(verifier, prompt), frozenset({Purpose.TARGET})
+    laws = [several_rounds(Sharing(drafter), verifier, acceptor, [prompt], (2, 2, 1), shared=noise)[prompt]
+            for acceptor in (CoupledAcceptor(), Block(round_coin))]  # fmt: skip
+    assert hazard_defect(laws[0], target) < 1e-12 < 1e-3 < hazard_defect(laws[1], target)
+    alone = several_rounds(drafter, verifier, CoupledAcceptor(), [prompt], (2, 2, 1))[prompt]
+    assert hazard_defect(alone, target) < 1e-12 and expected_tokens(laws[0]) > expected_tokens(alone) + 0.1
+    with pytest.raises(AddressReuse, match="purpose TARGET"):
+        several_rounds(Sharing(drafter), verifier, CoupledAcceptor(), [prompt], (2, 2, 1))
 
 
 def test_a_table_verifier_is_a_sequential_one():

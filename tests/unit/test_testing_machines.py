@@ -47,7 +47,7 @@ class Broken(Verifier):
 
     def verify(self, state, tree):
         got = self.inner.verify(state, tree)
-        if self.fault == "no rollback":  # what was verified stays, as in a cache that is not cropped
+        if self.fault == "no rollback":  # what was verified stays
             state.history.extend(tree.tokens[:, :1], torch.ones(len(tree.tokens), dtype=torch.int64))
         if self.fault == "siblings see each other":
             earlier = (tree.parents[:, :-1] == tree.parents[:, 1:]) & (tree.parents[:, 1:] > 0)
