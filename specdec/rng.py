@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
 from operator import index
-from typing import Any
+from typing import Any, no_type_check
 
 import torch
 from torch import Tensor
@@ -67,10 +67,15 @@ class Rng(ABC):
 _GOLDEN, _MIX1, _MIX2 = (c - (1 << 64) if c >> 63 else c for c in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
 
 
+# Not checked where annotations are executed: a draw calls them a dozen times.
+
+
+@no_type_check
 def _shift(x: Int64[Tensor, "*n"], bits: int) -> Int64[Tensor, "*n"]:
     return (x >> bits) & ((1 << (64 - bits)) - 1)  # torch shifts int64 with its sign
 
 
+@no_type_check
 def _mix(x: Int64[Tensor, "*n"]) -> Int64[Tensor, "*n"]:
     """The finaliser of splitmix64 (Steele, Lea and Flood 2014) on wrapping int64, the same on every device."""
     x = (x ^ _shift(x, 30)) * _MIX1
@@ -78,10 +83,12 @@ def _mix(x: Int64[Tensor, "*n"]) -> Int64[Tensor, "*n"]:
     return x ^ _shift(x, 31)
 
 
+@no_type_check
 def _fold(key: Int64[Tensor, "*n"], value: Int64[Tensor, "*n"] | int) -> Int64[Tensor, "*n"]:
     return _mix(key + (_wrap((value + 1) * _GOLDEN) if isinstance(value, int) else (value + 1) * _GOLDEN))
 
 
+@no_type_check
 def uniform(key: Int64[Tensor, "*n"]) -> Float[Tensor, "*n"]:
     """53 bits of the key as a float64 in [0, 1)."""
     return _shift(_mix(key), 11).double() * 2.0**-53

@@ -174,22 +174,19 @@ def check(tree: DraftTree, pending: Int64[Tensor, " B"], budget: Budget, vocab_s
     index = torch.arange(nodes, device=parents.device).expand(batch, -1)
     real = parents >= 0
 
-    def refuse(bad: Bool[Tensor, "B N"], what: str) -> None:
-        if bad.any():
-            row, node = bad.nonzero()[0].tolist()
-            raise ValueError(f"tree: row {row}, node {node} (token {int(tokens[row, node])}, parent {int(parents[row, node])}) {what}")
-
-    refuse((index == 0) & (parents != ROOT), f"must be the root, with parent {ROOT}")
-    refuse((index > 0) & (((parents >= index) | (parents == ROOT)) | (parents < PAD)), f"needs a parent before it, or {PAD} for padding")
-    refuse(real & (parents.gather(1, parents.clamp_min(0)) == PAD), "hangs below padding")
-    refuse((index == 0) & (tokens != pending[:, None].to(tokens.device)), "must hold the pending token")
-    refuse((real | (index == 0)) & ((tokens < 0) | (tokens >= vocab_size)), f"lies outside the vocabulary of {vocab_size}")
+    _refuse_node(tree, (index == 0) & (parents != ROOT), f"must be the root, with parent {ROOT}")
+    _refuse_node(
+        tree, (index > 0) & (((parents >= index) | (parents == ROOT)) | (parents < PAD)), f"needs a parent before it, or {PAD} for padding"
+    )
+    _refuse_node(tree, real & (parents.gather(1, parents.clamp_min(0)) == PAD), "hangs below padding")
+    _refuse_node(tree, (index == 0) & (tokens != pending[:, None].to(tokens.device)), "must hold the pending token")
+    _refuse_node(tree, (real | (index == 0)) & ((tokens < 0) | (tokens >= vocab_size)), f"lies outside the vocabulary of {vocab_size}")
     limits = Budget(*(x.to(parents.device) for x in (budget.nodes, budget.depth, budget.width)))
-    refuse(real & (real.cumsum(-1) > limits.nodes[:, None]), "is one more than the budget's nodes")
+    _refuse_node(tree, real & (real.cumsum(-1) > limits.nodes[:, None]), "is one more than the budget's nodes")
     depth = depths(parents)
-    refuse(real & (depth > limits.depth[:, None]), "is deeper than the budget's depth")
+    _refuse_node(tree, real & (depth > limits.depth[:, None]), "is deeper than the budget's depth")
     siblings = (parents[:, :, None] == parents[:, None, :]) & (index[:, None, :] <= index[:, :, None])
-    refuse(real & (siblings.sum(-1) > limits.width[:, None]), "has more siblings than the budget's width")
+    _refuse_node(tree, real & (siblings.sum(-1) > limits.width[:, None]), "has more siblings than the budget's width")
     if nodes > 1 and int(depth.max()) > tree.height:
         raise ValueError(f"tree: height says {tree.height}, the deepest node lies at {int(depth.max())}")
     _check_draws(tree, vocab_size, sums)
@@ -206,32 +203,42 @@ def _check_draws(tree: DraftTree, vocab_size: int, sums: bool) -> None:
     if count and tree.laws.shape[::2] != (batch, vocab_size):
         raise ValueError(f"laws must be [{batch}, K, {vocab_size}], got {list(tree.laws.shape)}")
 
-    def refuse(bad: Bool[Tensor, "B M"], what: str) -> None:
-        if bad.any():
-            row, draw = bad.nonzero()[0].tolist()
-            raise ValueError(f"draws: row {row}, draw {draw} (node {int(draws.node[row, draw])}) {what}")
-
-    refuse((draws.node >= nodes) | (draws.node == 0), "must land on a drafted node")
-    refuse(real & (draw_parents(tree) < 0), "must land on a drafted node")
+    _refuse_draw(draws, (draws.node >= nodes) | (draws.node == 0), "must land on a drafted node")
+    _refuse_draw(draws, real & (draw_parents(tree) < 0), "must land on a drafted node")
     point = draws.kind == Kind.POINT
-    refuse(real & ~(point | (draws.kind == Kind.IID) | (draws.kind == Kind.WITHOUT_REPLACEMENT)), "is of no known kind")
+    _refuse_draw(draws, real & ~(point | (draws.kind == Kind.IID) | (draws.kind == Kind.WITHOUT_REPLACEMENT)), "is of no known kind")
     wor = real & (draws.kind == Kind.WITHOUT_REPLACEMENT)
     if wor.any():
         parent, token = draw_parents(tree), tree.tokens.gather(1, draws.node.clamp_min(0))
         same = wor[:, :, None] & wor[:, None, :]
         for x in (parent, token, draws.law):
             same = same & (x[:, :, None] == x[:, None, :])
-        refuse(same.tril(-1).any(-1), "was drawn before: without replacement a token comes once")
-    refuse(real & ~point & ((draws.law < 0) | (draws.law >= count)), f"needs one of the {count} laws")
+        _refuse_draw(draws, same.tril(-1).any(-1), "was drawn before: without replacement a token comes once")
+    _refuse_draw(draws, real & ~point & ((draws.law < 0) | (draws.law >= count)), f"needs one of the {count} laws")
     if not frozenset(Kind(k) for k in draws.kind[real].unique().tolist()) <= draws.kinds:
         raise ValueError(f"draws: kinds says {sorted(draws.kinds)}, but other kinds occur")
     if count and (real & ~point).any():
         row, draw = (real & ~point).nonzero(as_tuple=True)
         token = tree.tokens[row, draws.node[row, draw]]
         outside = torch.zeros_like(real).index_put_((row, draw), ~(tree.laws[row, draws.law[row, draw], token] > 0))
-        refuse(outside, "landed where its declared law has no mass")
+        _refuse_draw(draws, outside, "landed where its declared law has no mass")
         if sums:
             law = tree.laws[row, draws.law[row, draw]]
             slack = 1e-3 if law.dtype in (torch.float16, torch.bfloat16) else 1e-5 if law.dtype == torch.float32 else 1e-9
             wrong = ((law.double().sum(-1) - 1).abs() > slack) | ~(law >= 0).all(-1)
-            refuse(torch.zeros_like(real).index_put_((row, draw), wrong), "has a law that is negative, NaN or does not sum to one")
+            _refuse_draw(
+                draws, torch.zeros_like(real).index_put_((row, draw), wrong), "has a law that is negative, NaN or does not sum to one"
+            )
+
+
+def _refuse_node(tree: DraftTree, bad: Bool[Tensor, "B N"], what: str) -> None:
+    if bad.any():
+        row, node = bad.nonzero()[0].tolist()
+        token, parent = int(tree.tokens[row, node]), int(tree.parents[row, node])
+        raise ValueError(f"tree: row {row}, node {node} (token {token}, parent {parent}) {what}")
+
+
+def _refuse_draw(draws: Draws, bad: Bool[Tensor, "B M"], what: str) -> None:
+    if bad.any():
+        row, draw = bad.nonzero()[0].tolist()
+        raise ValueError(f"draws: row {row}, draw {draw} (node {int(draws.node[row, draw])}) {what}")

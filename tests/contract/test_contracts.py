@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from specdec.acceptors import CoupledAcceptor, GreedyAcceptor, MatchAcceptor, RejectionAcceptor
@@ -33,6 +34,7 @@ def test_acceptors(check):
     check()
 
 
+@pytest.mark.slow
 @parametrize_with_checks([CoupledAcceptor()], cells=[cell for cell in battery() if cell.shape in ("chain 3", "level 2")])
 def test_coupled(check):
     """It differs from `MatchAcceptor` in the address of its noise alone, so a part of the battery will do."""
@@ -47,6 +49,7 @@ REFERENCES = [
 ]
 
 
+@pytest.mark.slow
 @parametrize_with_checks(REFERENCES, plans=[(3, 2, 3)])
 def test_the_drafters_of_the_battery(check):
     check()

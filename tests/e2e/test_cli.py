@@ -20,6 +20,8 @@ from specdec.acceptors import MatchAcceptor
 from specdec.cli import COMMANDS, certify, main, text
 from specdec.testing.battery import battery
 
+pytestmark = pytest.mark.slow
+
 KEYS = {"text", "tokens", "rounds", "tokens_per_round", "tokens_per_s", "plain_tokens_per_s", "equal_to_plain", "finish_reason"}
 
 

@@ -120,6 +120,7 @@ def context(n: int) -> tuple[dict, int, str]:
     return {"limit": len(PROMPT) + n}, n, "context"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("event", [eos, several_eos, stop_string, criterion, length, total_length, context])
 @pytest.mark.parametrize("k", [3, 6])
 def test_ends_where_plain_decoding_ends(event: Callable[[int], tuple[dict, int, str]], k: int) -> None:

@@ -68,7 +68,7 @@ DRAFTERS = {"null": NullDrafter(), "ngram": NGramDrafter(), "oracle": Oracle(), 
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("k", [0, 1, 3, 8])
+@pytest.mark.parametrize("k", [0, 3, *(pytest.param(k, marks=pytest.mark.slow) for k in (1, 8))])
 def test_greedy_is_plain_greedy_in_any_batch(name: str, k: int) -> None:
     planner = FixedPlanner(k if name != "tree" else 2 * k, k)
     out = specdec.generate(TARGET, PROMPTS, drafter=DRAFTERS[name], planner=planner, max_new_tokens=20, eos_token_id=[])
@@ -81,7 +81,7 @@ def test_greedy_is_plain_greedy_in_any_batch(name: str, k: int) -> None:
 
 
 @pytest.mark.parametrize("name", DRAFTERS)
-@pytest.mark.parametrize("sampling", [{}, {"do_sample": True, "temperature": 0.8, "top_k": 9}])
+@pytest.mark.parametrize("sampling", [{}, pytest.param({"do_sample": True, "temperature": 0.8, "top_k": 9}, marks=pytest.mark.slow)])
 def test_a_row_does_not_depend_on_its_batch(name: str, sampling: dict) -> None:
     seeds = [5, 6, 7, 8]
     options = {"drafter": DRAFTERS[name], "max_new_tokens": 12, "eos_token_id": [0], **sampling}
@@ -112,6 +112,7 @@ class Moody:
         return scores.index_add(1, torch.tensor([self.mood]), torch.full((len(scores), 1), 5.0, dtype=scores.dtype))
 
 
+@pytest.mark.slow
 def test_processors_see_each_nodes_own_history() -> None:
     """With and without memory, through rejections and rows that end: the cached tree pass against the oracle that caches nothing."""
     options = {"do_sample": True, "seed": [3, 1, 4, 1], "max_new_tokens": 14, "eos_token_id": [0], "repetition_penalty": 1.7}
@@ -126,6 +127,7 @@ def test_processors_see_each_nodes_own_history() -> None:
                 torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
 
 
+@pytest.mark.slow
 def test_coupled_text_depends_on_the_seed_alone() -> None:
     def text(drafter: specdec.Drafter, k: int, rows: slice) -> list[list[int]]:
         out = specdec.generate(TARGET, PROMPTS[rows], drafter=drafter, acceptor=specdec.CoupledAcceptor(), planner=FixedPlanner(k),
@@ -139,6 +141,7 @@ def test_coupled_text_depends_on_the_seed_alone() -> None:
         assert text(DRAFTERS[name], 3, slice(1, 3)) == reference[1:3]
 
 
+@pytest.mark.slow
 @given(k=st.integers(0, 6), new=st.integers(0, 9), spoil=st.sampled_from([0, 2, 3]))
 @settings(max_examples=20)
 def test_identities_of_the_statistics(k: int, new: int, spoil: int) -> None:

@@ -20,6 +20,8 @@ from specdec.types import PAD, DraftTree, Features
 from specdec.verifiers.tree import TreeVerifier
 from specdec.warp import Warper
 
+pytestmark = pytest.mark.slow
+
 V = 40
 SIZES = {"vocab_size": V, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
          "max_position_embeddings": 64, "pad_token_id": None, "bos_token_id": 1, "eos_token_id": 2}  # fmt: skip

@@ -22,7 +22,10 @@ from specdec.testing.tables import TableVerifier
 from specdec.types import Kind
 
 # The type checker that executes annotations in tests picks the items it looks at with Python's generator, also while data is drawn.
-pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module:hypothesis.errors.HypothesisDeprecationWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Do not use the `random` module:hypothesis.errors.HypothesisDeprecationWarning"),
+]
 
 KEYS = {"acceptor", "drafter", "proposal", "shape", "lossless", "defect", "expected_tokens", "efficiency", "verdict"}
 CHEAP = [cell for cell in battery() if cell.shape in ("chain 3", "level 2", "empty")]

@@ -14,6 +14,8 @@ from specdec.testing.mutant_acceptors import mutant_acceptors
 from specdec.testing.mutants import mutant_drafters
 from specdec.testing.tables import TableVerifier, law_pairs
 
+pytestmark = pytest.mark.slow
+
 MUTANTS = {**{f"drafter: {k}": v for k, v in mutant_drafters().items()}, **{f"acceptor: {k}": v for k, v in mutant_acceptors().items()}}
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import specdec
-from specdec.rng import uniform
+from specdec.tree import depths
 
 PACKAGE = Path(specdec.__file__).parent
 REPOSITORY = Path(__file__).parents[2]
@@ -185,4 +185,4 @@ def test_one_word_for_one_thing(file: Path) -> None:
 
 def test_annotations_are_executed_in_tests() -> None:
     with pytest.raises(Exception, match="(?i)type.*check"):
-        uniform(torch.zeros(3))  # float32 where int64 is declared
+        depths(torch.zeros(3))  # a vector of float32 where a matrix of int64 is declared

@@ -20,6 +20,8 @@ from specdec.ragged import Ragged
 from specdec.tree import chain
 from specdec.types import TargetFacts
 
+pytestmark = pytest.mark.slow
+
 V, POSITIONS = 16, 40
 FACTS = TargetFacts(vocab_size=V, max_positions=POSITIONS)
 PROMPT = [3, 1, 4, 1, 5]

@@ -23,6 +23,8 @@ from specdec.models import load, pretrained
 from specdec.models.store import build_once, cache_root, sha256
 from specdec.models.wheel import fetch
 
+pytestmark = pytest.mark.slow
+
 SOURCE = pretrained.PACKAGED["smollm2-135m"]
 
 

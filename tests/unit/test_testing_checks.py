@@ -91,7 +91,10 @@ def test_check_drafter_tells_of_every_check():
 
 
 def test_check_acceptor_tells_of_every_check():
-    with pytest.raises(AssertionError, match="(?s)RaisesToo fails 5 checks\n  law-chain-3-point: RuntimeError: no.*probes: RuntimeError"):
+    with pytest.raises(
+        AssertionError,
+        match="(?s)RaisesToo fails 5 checks\n  law-chain-3-point: .*RuntimeError: no.*probes: RuntimeError",
+    ):
         check_acceptor(RaisesToo(), cells=battery()[:1])
 
 

@@ -18,7 +18,10 @@ from specdec.types import Budget, Commit, Kind, Scores
 from specdec.verifiers.sequential import SequentialVerifier
 
 # The type checker that executes annotations in tests picks the items it looks at with Python's generator, also while data is drawn.
-pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module:hypothesis.errors.HypothesisDeprecationWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Do not use the `random` module:hypothesis.errors.HypothesisDeprecationWarning"),
+]
 
 MODEL = TableModel.random(4, 3, seed=0)
 ENOUGH = settings(max_examples=60, stateful_step_count=8, derandomize=True, deadline=None, database=None, report_multiple_bugs=False,
