@@ -83,7 +83,7 @@ class DraftTree:
 
     tokens: Int64[Tensor, "B N"]
     parents: Int64[Tensor, "B N"]
-    draws: Draws | None = None
+    draws: Draws = cast(Draws, None)
     laws: Float[Tensor, "B K V"] | None = None
     """The probabilities that were really drawn from: after the drafter's own warping, in the precision that was used."""
     height: int = cast(int, None)
