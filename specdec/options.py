@@ -115,7 +115,7 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType({
 })  # fmt: skip
 """Name: values that change nothing, besides `None`; and what to do instead of any other."""
 
-_DRAFTS = "this configures transformers' own drafting; drafts come from drafter=, which has options of its own"
+_DRAFTS = "this configures transformers' own drafting; drafts come from drafter=, and how many from planner=specdec.FixedPlanner(n)"
 _ONE_BEAM = "only beam search reads it; leave this out"
 UNREAD: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType({
     "num_assistant_tokens": ((20,), _DRAFTS), "num_assistant_tokens_schedule": (("constant",), _DRAFTS), "use_mtp": ((False,), _DRAFTS),

@@ -5,6 +5,7 @@ One representation serves chains, Medusa and EAGLE trees, suffix trees, merged t
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -127,7 +128,7 @@ def chain(tokens: Sequence[Sequence[int]] | Int64[Tensor, "B N"], pending: Int64
         pending: the pending token of each row. Left out, the first token of each row is it.
         laws: `[B, K, V]`, the law that each drafted token was drawn from, token k of a row from law k; point draws if left out.
     """
-    rows = [list(map(int, row)) for row in (tokens.tolist() if isinstance(tokens, Tensor) else tokens)]
+    rows = [list(map(operator.index, row)) for row in (tokens.tolist() if isinstance(tokens, Tensor) else tokens)]
     if pending is not None:
         first = pending.tolist() if isinstance(pending, Tensor) else list(pending)
         rows = [[int(token), *row] for token, row in zip(first, rows, strict=True)]

@@ -26,7 +26,7 @@ COMMANDS = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; the exit status is 0 if all is well, 1 if it failed, 2 if the arguments make no sense."""
+    """Run one command; the exit status is 0 if all is well, 1 if it failed, 2 if the command line cannot be parsed."""
     args = _parser().parse_args(argv)
     args.say = (lambda text: None) if args.json else _say
     command = next(c for c in COMMANDS if c.name == args.command)
