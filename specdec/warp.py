@@ -194,6 +194,10 @@ class Warper:
 
         return WarpState([_Row(index, [own(p) for p in _fork(row)]) for index, row in enumerate(self._rows)])
 
+    def fork(self, state: WarpState) -> WarpState:
+        """A state of its own that stands where this one does: what is committed to one is not to the other."""
+        return WarpState([_Row(row.index, _fork(row.own)) for row in state.each])
+
     def __call__(self, state: WarpState, logits: Float[Tensor, "B N V"], tree: DraftTree, history: Ragged) -> Float[Tensor, "B N V"]:
         """The law after every node, as log-probabilities; see `scores`."""
         return self.scores(state, logits, tree, history).log_softmax(-1)

@@ -29,7 +29,7 @@ class FullCache:
 
     def __init__(self, batch: int) -> None:
         self.lengths = [0] * batch
-        """Committed tokens of each row. Read it; only `commit` changes it."""
+        """Committed tokens of each row. Read it; only `commit` and `rewind` change it."""
         self._layers: dict[int, tuple[Tensor, Tensor]] = {}
         self._nodes: int | None = None
 
@@ -96,6 +96,16 @@ class FullCache:
             self._move(torch.tensor(moves, dtype=torch.int64, device="cpu").T)
         self.lengths = [length + len(chosen) for length, chosen in zip(self.lengths, kept, strict=True)]
         self._nodes = None
+
+    def rewind(self, lengths: Sequence[int]) -> None:
+        """Forget what lies behind these lengths, and any open transaction.
+
+        Raises:
+            ValueError: a row holds fewer tokens than that; `lengths` has another number of rows.
+        """
+        if len(lengths) != len(self.lengths) or any(not 0 <= new <= old for new, old in zip(lengths, self.lengths, strict=True)):
+            raise ValueError(f"lengths: got {list(lengths)}, but the cache holds {self.lengths} tokens of its rows")
+        self.lengths, self._nodes = list(lengths), None
 
     def select(self, rows: Sequence[int]) -> FullCache:
         """The cache with these rows, in this order, and no open transaction. This one may not be used any more."""

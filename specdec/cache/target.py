@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from functools import singledispatch
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
 from ..types import Bool, Int64, TargetFacts
 from .full import FullCache
 
-__all__ = ["CausalTarget"]
+__all__ = ["CausalTarget", "Shortened", "causal_target"]
 
 
 @runtime_checkable
@@ -36,3 +37,28 @@ class CausalTarget(Protocol):
             Raw logits `[B, T, V]` or `None`, and features `[B, T, F]` or `None` where no layers were asked for.
         """
         ...
+
+
+@runtime_checkable
+class Shortened(Protocol):
+    """A `CausalTarget` that can be had with its first layers alone."""
+
+    def first(self, layers: int) -> CausalTarget:
+        """The first `layers` decoder layers, then the final norm and the head; the weights are shared. ValueError if it has fewer."""
+        ...
+
+
+@singledispatch
+def causal_target(model: Any) -> CausalTarget:
+    """The `CausalTarget` that a user's model is, or stands behind. Kinds of model are registered where they are known.
+
+    Raises:
+        TypeError: it is not clear how to run the model.
+        ValueError: it is known what it is, and it can't be used.
+    """
+    if isinstance(model, CausalTarget):
+        return model
+    raise TypeError(
+        f"model: got {type(model).__name__}; allowed are a decoder-only model of Hugging Face transformers (unwrapped: not compiled, no "
+        "PEFT or data-parallel wrapper) and objects with facts, new_cache and forward as in specdec.cache.CausalTarget"
+    )

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 
-from ..cache.full import FullCache
+from ..cache import FullCache, causal_target
 from ..types import Bool, Float, Int64, TargetFacts
 
 __all__ = ["HFTarget"]
@@ -26,6 +26,7 @@ __all__ = ["HFTarget"]
 _OTHERWISE = "Any model can be run without a cache: verifier=SequentialVerifier(lambda ids: model(ids).logits[:, -1], vocab_size=...)"
 
 
+@causal_target.register(PreTrainedModel)
 class HFTarget:
     """A causal language model of transformers behind the `CausalTarget` protocol.
 

@@ -8,8 +8,7 @@ from typing import Any
 from transformers import GenerationConfig, PreTrainedModel
 
 from ..base import Verifier
-from ..cache import CausalTarget
-from ..models.hf import HFTarget
+from ..cache import causal_target
 from .tree import TreeVerifier
 
 __all__ = ["make_verifier"]
@@ -27,14 +26,11 @@ def make_verifier(model: Any, verifier: Verifier | None = None) -> tuple[Verifie
         TypeError: it is not clear how to run the model.
         ValueError: it is a Hugging Face model that can't verify trees, see `HFTarget`.
     """
-    if isinstance(model, PreTrainedModel):
-        return verifier or TreeVerifier(HFTarget(model)), copy.deepcopy(model.generation_config)
+    defaults = copy.deepcopy(model.generation_config) if isinstance(model, PreTrainedModel) else None
     if verifier is not None:
-        return verifier, None
-    if isinstance(model, CausalTarget):
-        return TreeVerifier(model), None
-    raise TypeError(
-        f"model: got {type(model).__name__}; allowed are a decoder-only model of Hugging Face transformers (unwrapped: not compiled, no "
-        "PEFT or data-parallel wrapper) and objects with facts, new_cache and forward as in specdec.cache.CausalTarget. "
-        "For any other callable pass verifier=SequentialVerifier(fn, vocab_size=...), where fn maps ids [R, L] to logits [R, V]"
-    )
+        return verifier, defaults
+    try:
+        return TreeVerifier(causal_target(model)), defaults
+    except TypeError as error:
+        advice = "For any other callable pass verifier=SequentialVerifier(fn, vocab_size=...), where fn maps ids [R, L] to logits [R, V]"
+        raise TypeError(f"{error}. {advice}") from None
