@@ -3,9 +3,10 @@
 from . import models, testing, tree
 from .acceptors import CoupledAcceptor, GreedyAcceptor, MatchAcceptor, RejectionAcceptor
 from .base import Acceptor, Context, ContextDrafter, Drafter, Planner, Verifier
-from .drafters import NGramDrafter, NullDrafter
+from .drafters import EarlyExitDrafter, ModelDrafter, NGramDrafter, NullDrafter
 from .generation import Generation, generate, stream
 from .planning import FixedPlanner
+from .session import Session
 from .stats import Stats
 from .tree import chain
 from .types import Acceptance, Budget, Commit, DraftTree, Draws, Features, Kind, Round, Scores, TargetFacts, Verification
@@ -15,8 +16,9 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Acceptance", "Acceptor", "Budget", "Commit", "Context", "ContextDrafter", "CoupledAcceptor", "DraftTree", "Drafter", "Draws",
-    "Features", "FixedPlanner", "Generation", "GreedyAcceptor", "Kind", "MatchAcceptor", "NGramDrafter", "NullDrafter", "Planner",
-    "RejectionAcceptor", "Round", "Scores", "SequentialVerifier", "Stats", "TargetFacts", "TreeVerifier", "Verification", "Verifier",
+    "EarlyExitDrafter", "Features", "FixedPlanner", "Generation", "GreedyAcceptor", "Kind", "MatchAcceptor", "ModelDrafter",
+    "NGramDrafter", "NullDrafter", "Planner", "RejectionAcceptor", "Round", "Scores", "SequentialVerifier", "Session", "Stats",
+    "TargetFacts", "TreeVerifier", "Verification", "Verifier",
     "chain",
     "generate", "models", "stream", "testing", "tree",
 ]  # fmt: skip

@@ -6,7 +6,8 @@ A part holds weights and settings only. What belongs to one call is a *state*, m
 object serves interleaved sequences. A state is used once: after it was passed to `observe` or `select` only what came back counts,
 and tensors inside may have been written in place.
 
-Abstract or final: subclasses fill in the abstract methods and override nothing else. Vary a part by its fields or by wrapping it.
+Abstract or final: subclasses fill in the abstract methods and override nothing else but `resume` and `adopt`, which refuse to begin
+with. Vary a part by its fields or by wrapping it.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, final
 
 from torch import Tensor
 
+from .cache import FullCache
 from .ragged import Ragged
 from .rng import Source
 from .tree import chain
@@ -75,6 +77,11 @@ class Drafter(ABC):
     def select(self, state: State, rows: Sequence[int]) -> State:
         """The state with these rows, in this order; rows left out are gone for good."""
 
+    def resume(self, state: State, ctx: Context) -> State | None:
+        """The state of an earlier call, ready for another that goes on with the same text under new options. By default `None`:
+        a new state is begun and shown the tokens again, which a drafter that needs features of the target can't do without."""
+        return None
+
 
 class ContextDrafter(Drafter):
     """A drafter that needs the tokens so far and nothing else: write `guess`, the rest is done.
@@ -86,7 +93,7 @@ class ContextDrafter(Drafter):
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
-        for name in ("begin", "propose", "observe", "select"):
+        for name in ("begin", "propose", "observe", "select", "resume"):
             if name in cls.__dict__:
                 raise TypeError(f"{cls.__name__}.{name}: a ContextDrafter defines guess alone; subclass Drafter to write {name}")
 
@@ -124,6 +131,10 @@ class ContextDrafter(Drafter):
     def select(self, state: Ragged, rows: Sequence[int]) -> Ragged:
         return state.select(rows)
 
+    @final
+    def resume(self, state: Ragged, ctx: Context) -> Ragged:
+        return state
+
 
 class Verifier(ABC):
     """The target model: scores a tree in one pass and keeps what was accepted. Its state is written in place."""
@@ -153,6 +164,19 @@ class Verifier(ABC):
     @abstractmethod
     def select(self, state: State, rows: Sequence[int]) -> State:
         """The state with these rows, in this order."""
+
+    def resume(self, state: State, ctx: Context, held: Sequence[int], keep: Sequence[int]) -> State:
+        """The state of an earlier call for one that goes on from it. A verifier without this can't take part in a session.
+
+        Args:
+            held: how many tokens of each row the state should hold; ValueError if it holds others.
+            keep: to how many of them it goes back.
+        """
+        raise ValueError(f"session: {type(self).__name__} can't go on from an earlier call; leave session out")
+
+    def adopt(self, cache: FullCache) -> State:
+        """A state around keys and values that were computed elsewhere."""
+        raise ValueError(f"session: {type(self).__name__} can't take a cache over; leave session out")
 
 
 class Acceptor(ABC):

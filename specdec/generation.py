@@ -12,11 +12,13 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from .acceptors import GreedyAcceptor, MatchAcceptor, RejectionAcceptor
 from .base import Acceptor, Drafter, Planner, Verifier
+from .cache import copy_cache
 from .loop import compatible, decode
 from .options import resolve
 from .planning import FixedPlanner
 from .ragged import pad_rows, unpad_rows
 from .rng import CounterRng, derive_seeds
+from .session import Session
 from .stats import Stats
 from .types import Int64, Kind, Round
 from .verifiers.factory import make_verifier
@@ -46,6 +48,9 @@ class Generation:
     finish_reason: list[str]
     """"eos", "stop" (a stop string), "criteria" (a stopping criterion of the caller), "length" or "context" (the target's limit)."""
     stats: Stats
+    session: Session | None
+    """The target's cache, the drafter's state and all tokens, to be passed to the next turn. `None` for a batch of several rows to which
+    none was passed: of those, rows that end leave their cache."""
     seeds: list[int]
     """The seeds used, one per row: passed as `seed` they give the same text again."""
     rounds: list[Round] | None = None
@@ -81,6 +86,9 @@ def generate(model: Any, input_ids: Any, *, drafter: Any, streamer: Streamer | N
         attention_mask: `[B, L]`, 0 at padding.
         generation_config, logits_processor, stopping_criteria, prefix_allowed_tokens_fn, tokenizer: as in `model.generate`.
         streamer: as in transformers, for a batch of one: `put(prompt)`, then the tokens of each round, then `end()`.
+        session: of the turn before (`Generation.session`), with the whole conversation in `input_ids`: what it shares with the
+            session's text is not read again. The call consumes and advances it. A cache of transformers that holds the beginning of
+            `input_ids` is copied.
         seed: one integer per row, or one for all to derive the rows' from; fresh if left out.
         return_rounds: keep every `Round`; "all" keeps the laws of rejected nodes too.
         **generation_kwargs: what `GenerationConfig` knows. What can't be honoured is refused.
@@ -113,7 +121,8 @@ def generate(model: Any, input_ids: Any, *, drafter: Any, streamer: Streamer | N
     texts = [torch.tensor(n, dtype=torch.int64, device=device) for n in new]
     scores = [torch.tensor(s, dtype=torch.float64, device="cpu") for s in logprobs]
     kept = rounds if return_rounds else None
-    return Generation(sequences.to(device), lengths.to(device), texts, scores, reasons, stats, call.seeds, kept)
+    session = call.session if call.session is not None and call.session.ids else None
+    return Generation(sequences.to(device), lengths.to(device), texts, scores, reasons, stats, session, call.seeds, kept)
 
 
 class _Call:
@@ -124,7 +133,7 @@ class _Call:
                  generation_config: GenerationConfig | None = None, logits_processor: Sequence[Any] | None = None,
                  stopping_criteria: Sequence[Any] | None = None, tokenizer: PreTrainedTokenizerBase | None = None,
                  prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
-                 seed: Any = None, keep_all: bool = False, **generation_kwargs: Any) -> None:  # fmt: skip
+                 session: Any = None, seed: Any = None, keep_all: bool = False, **generation_kwargs: Any) -> None:  # fmt: skip
         for name, part, kind in (("drafter", drafter, Drafter), ("acceptor", acceptor, Acceptor), ("verifier", verifier, Verifier),
                                  ("planner", planner, Planner)):  # fmt: skip
             if not isinstance(part, kind) and (part is not None or kind is Drafter):
@@ -142,10 +151,29 @@ class _Call:
         compatible(drafter, self.acceptor, self.options.greedy)
         self.planner = FixedPlanner(10) if planner is None else planner
         self.seeds = derive_seeds(seed, len(self.prompts))
+        self.model = model if verifier is None else verifier
+        self.session = self._session(session, attention_mask)
         self.keep_all = keep_all
+
+    def _session(self, given: Any, attention_mask: Any) -> Session | None:
+        if given is None:
+            return Session() if len(self.prompts) == 1 else None
+        if isinstance(given, Session):
+            return given
+        cache = copy_cache(given, None if attention_mask is None else torch.as_tensor(attention_mask) == 1)
+        if len(cache.lengths) != len(self.prompts):
+            raise ValueError(f"session: the cache holds {len(cache.lengths)} rows, input_ids have {len(self.prompts)}")
+        for row, (held, prompt) in enumerate(zip(cache.lengths, self.prompts, strict=True)):
+            if held >= len(prompt):
+                raise ValueError(
+                    f"session: the cache holds {held} tokens of row {row}, input_ids only {len(prompt)}; give the whole text, of which the "
+                    "cache holds a beginning"
+                )
+        ids = [prompt[:held] for held, prompt in zip(cache.lengths, self.prompts, strict=True)]
+        return Session.of(self.model, self.verifier.adopt(cache), ids)
 
     def run(self) -> Iterator[Round]:
         return decode(
             self.verifier, self.prompts, self.options, drafter=self.drafter, acceptor=self.acceptor, planner=self.planner,
-            rng=CounterRng(self.seeds), keep_all=self.keep_all,
+            rng=CounterRng(self.seeds), keep_all=self.keep_all, session=self.session, model=self.model,
         )  # fmt: skip

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,8 +14,9 @@ from .base import Acceptor, Context, Drafter, Planner, Verifier
 from .options import Options
 from .ragged import Ragged
 from .rng import Rng
-from .tree import acceptable, check
-from .types import Acceptance, Budget, DraftTree, Int64, Round, Verification
+from .session import Session
+from .tree import acceptable, check, evidence
+from .types import PAD, Acceptance, Budget, DraftTree, Draws, Int64, Round, Verification
 from .warp import invalid
 
 __all__ = ["decode"]
@@ -27,88 +29,111 @@ _NO_LAW = (
 
 
 def decode(verifier: Verifier, prompts: Sequence[Int64[Tensor, " _"]], options: Options, *, drafter: Drafter, acceptor: Acceptor,
-           planner: Planner, rng: Rng, keep_all: bool = False) -> Iterator[Round]:  # fmt: skip
-    """Decode until every row has ended. Rows that end leave the batch.
+           planner: Planner, rng: Rng, keep_all: bool = False, session: Session | None = None, model: Any = None,
+           skip: Sequence[int] | None = None) -> Iterator[Round]:  # fmt: skip
+    """Decode until every row has ended. Rows that end leave the batch, or with a session wait in it.
 
     Args:
         prompts: one row of token ids each, on the CPU, none empty.
         rng: the randomness of the call; tests pass one that walks every branch.
         keep_all: leave the laws of all nodes in the rounds handed out, not only those of the emitted tokens.
+        session: gone on with from where it stands, and advanced.
+        model: to whom the session belongs.
+        skip: how many tokens at the beginning of each row are padding, which processors and criteria are shown and nobody else.
     """
     compatible(drafter, acceptor, options.greedy)
     facts, ends = verifier.facts, options.ends
     ctx = Context(len(prompts), facts, options.warper, options.greedy, max(ends.limits), drafter.needs)
     parts = (verifier, drafter, planner)
-    states, warp = [part.begin(ctx) for part in parts], options.warper.begin()
-    history = Ragged.empty(len(prompts))
-    history.extend([prompt.tolist() for prompt in prompts])
-    rows = list(range(len(prompts)))
+    shown = Ragged.empty(len(prompts))
+    shown.extend([prompt.tolist() for prompt in prompts])
+    rows, skip = list(range(len(prompts))), list(skip or [0] * len(prompts))
+    reasons = [ends.why_not(i, length) for i, length in enumerate(shown.lengths)]
+    if None not in reasons:
+        return
+    first = [length - n for length, n in zip(shown.lengths, skip, strict=True)]
+    if session is None:
+        read, *states = [0] * len(rows), verifier.begin(ctx), drafter.begin(ctx)
+    else:
+        read, *states = session.resume(model, verifier, drafter, ctx, shown.behind(skip))
+    states, warp = [*states, planner.begin(ctx)], options.warper.begin()
 
     def keep(which: list[int]) -> None:
-        nonlocal states, warp, history, rows
+        nonlocal states, warp, shown, rows, skip, reasons
         states = [part.select(state, which) for part, state in zip(parts, states, strict=True)]
-        warp, history, rows = options.warper.select(warp, which), history.select(which), [rows[i] for i in which]
+        warp, shown = options.warper.select(warp, which), shown.select(which)
+        rows, skip, reasons = [rows[i] for i in which], [skip[i] for i in which], [reasons[i] for i in which]
 
-    begun = [i for i, length in enumerate(history.lengths) if ends.room(i, length) > 0]
-    if not begun:
-        return
-    if len(begun) < len(rows):
-        keep(begun)
+    if session is None and any(reasons):
+        keep(going := [i for i, reason in enumerate(reasons) if reason is None])
+        read = [read[i] for i in going]
     clock = _Clock()
     with torch.no_grad():
-        _prefill(verifier, drafter, states, history)
+        prefilled = _prefill(verifier, drafter, states, shown.behind(skip), read)
     clock.stop("prefill")
     while True:
         with torch.no_grad():
-            room = [ends.room(row, length) - 1 for row, length in zip(rows, history.lengths, strict=True)]
-            budget = planner.plan(states[2], history.lengths)
+            if session is not None:
+                session.leave()
+            lengths = [length - n for length, n in zip(shown.lengths, skip, strict=True)]
+            room = [ends.room(row, length) - 1 for row, length in zip(rows, shown.lengths, strict=True)]
+            room = [0 if reason else n for n, reason in zip(room, reasons, strict=True)]
+            budget = planner.plan(states[2], lengths)
             if budget.nodes.shape != (len(rows),):
                 raise ValueError(
                     f"planner: {type(planner).__name__} planned for {list(budget.nodes.shape)} rows, the batch has {len(rows)}"
                 )
             budget = budget.clamp(torch.tensor(room, device="cpu"))
-            source = rng.round(rows, [length - 1 for length in history.lengths], facts.device)
-            pending = history.last()
+            source = rng.round(rows, [length - 1 for length in lengths], facts.device)
+            pending = shown.last()
             clock.stop("other")
             drafted = drafter.propose(states[1], pending, budget, source)
-            _fits(drafted, pending, budget, drafter, facts.vocab_size)
+            if drafted.tokens.device.type == "cpu":
+                _fits(drafted, pending, budget, drafter, facts.vocab_size, None)
             clock.stop("draft")
             scores = verifier.verify(states[0], drafted)
             clock.stop("verify")
-            processed = options.warper.scores(warp, scores.logits, drafted, history.but_last())
+            processed = options.warper.scores(warp, scores.logits, _without(drafted, reasons), shown.but_last())
             best = processed.argmax(-1) if options.greedy else None
-            verification = Verification(processed.log_softmax(-1), best, scores.features)
-            tree = drafted.to(facts.device)
-            acceptance = acceptor.accept(tree, verification, source)
-            decided = _read(tree, verification, acceptance)
+            verification = Verification(scores=processed, best=best, features=scores.features, logits=scores.logits)
+            there = drafted.to(facts.device)
+            acceptance = acceptor.accept(there, verification, source)
+            tree, decided, known = _read(drafted, there, verification, acceptance)
+            if drafted.tokens.device.type != "cpu":
+                _fits(tree, pending, budget, drafter, facts.vocab_size, known)
             clock.stop("accept")
             # The cut comes before the commit, so that ids, scores, text and cache agree.
             cuts = []
             for i, (row, d) in enumerate(zip(rows, decided, strict=True)):
-                cuts.append(ends.scan(row, history.row(i), d.tokens[: d.sound]))
+                cuts.append((0, reasons[i]) if reasons[i] else ends.scan(row, shown.row(i), d.tokens[: d.sound]))
                 if d.sound < len(d.tokens) and cuts[i][1] is None:  # no event ended the row before its law was needed
                     raise FloatingPointError(_NO_LAW.format(row=row, node=d.path[d.sound]))
             emitted = tuple(tuple(d.tokens[:n]) for d, (n, _) in zip(decided, cuts, strict=True))
-            history.extend(emitted)
+            shown.extend(emitted)
             clock.stop("other")
             count = torch.tensor([n for n, _ in cuts], device="cpu")
             path = torch.tensor([d.path for d in decided], device="cpu")
             commit = verifier.commit(states[0], path, count)
             options.warper.commit(warp, path, count)
             clock.stop("commit")
+            reasons = [reason for _, reason in cuts]
             done = Round(
-                rows=tuple(rows), tree=tree, verification=verification, acceptance=acceptance, commit=commit, emitted=emitted,
+                rows=tuple(rows), tree=tree, verification=verification, acceptance=acceptance,
+                commit=replace(commit, tokens=tree.tokens.gather(1, path.clamp_min(0))), emitted=emitted,
                 logprobs=tuple(tuple(d.logprobs[: len(e)]) for d, e in zip(decided, emitted, strict=True)),
                 accepted=tuple(min(len(e), d.accepted) for d, e in zip(decided, emitted, strict=True)),
                 attempted=tuple(min(d.attempted, len(e)) for d, e in zip(decided, emitted, strict=True)),
-                finish_reason=tuple(reason for _, reason in cuts), seconds=clock.read(),
+                finish_reason=tuple(reasons), seconds=clock.read(), prefilled=prefilled,
             )  # fmt: skip
-            states[1] = drafter.observe(states[1], commit, done)
+            states[1] = drafter.observe(states[1], done.commit, done)
             clock.stop("draft")
             states[2] = planner.observe(states[2], done)
-            going = [i for i, reason in enumerate(done.finish_reason) if reason is None]
-            if 0 < len(going) < len(rows):
+            if session is not None:
+                session.save(model, drafter, first, shown.behind(skip), states)
+            going = [i for i, reason in enumerate(reasons) if reason is None]
+            if session is None and 0 < len(going) < len(rows):
                 keep(going)
+            prefilled = 0
             clock.stop("other")
         yield done if keep_all else _slim(done)
         clock.skip()
@@ -135,21 +160,32 @@ def _names(kinds: frozenset) -> str:
     return ", ".join(kind.name.lower() for kind in sorted(kinds)) or "no"
 
 
-def _prefill(verifier: Verifier, drafter: Drafter, states: list, prompts: Ragged) -> None:
-    """All but the last prompt token become permanent, in chunks; the last one is the first pending token."""
-    lengths = torch.tensor(prompts.lengths, device="cpu") - 1
-    for start in range(0, int(lengths.max()), PREFILL_CHUNK):
-        count = (lengths - start).clamp(0, PREFILL_CHUNK)
-        tokens = prompts.ids[:, start : start + int(count.max())]
+def _prefill(verifier: Verifier, drafter: Drafter, states: list, prompts: Ragged, read: Sequence[int]) -> int:
+    """All but the last prompt token become permanent, in chunks, if they are not yet; the last one is the first pending token. How
+    many tokens that were."""
+    begin = torch.tensor(list(read), device="cpu")
+    todo = torch.tensor(prompts.lengths, device="cpu") - 1 - begin
+    for start in range(0, int(todo.max()), PREFILL_CHUNK):
+        count = (todo - start).clamp(0, PREFILL_CHUNK)
+        tokens = prompts.window((begin + start).tolist(), int(count.max()))
         states[1] = drafter.observe(states[1], verifier.extend(states[0], tokens, count))
+    return int(todo.sum())
 
 
-def _fits(tree: DraftTree, pending: Int64[Tensor, " B"], budget: Budget, drafter: Drafter, vocab_size: int) -> None:
-    check(tree, pending, budget, vocab_size, sums=True)
+def _fits(tree: DraftTree, pending: Int64[Tensor, " B"], budget: Budget, drafter: Drafter, vocab_size: int, known: Tensor | None) -> None:
+    check(tree, pending, budget, vocab_size, sums=True, known=known)
     if not tree.draws.kinds <= drafter.draws:
         raise ValueError(
             f"drafter: {type(drafter).__name__}.draws declares {_names(drafter.draws)}, but its tree holds {_names(tree.draws.kinds)} draws"
         )
+
+
+def _without(tree: DraftTree, reasons: Sequence[str | None]) -> DraftTree:
+    """The tree without the rows that have ended: a processor must not be asked what follows."""
+    if not any(reasons):
+        return tree
+    over = torch.tensor([reason is not None for reason in reasons], device=tree.parents.device)
+    return DraftTree(tree.tokens, torch.where(over[:, None], PAD, tree.parents))
 
 
 @dataclass(frozen=True)
@@ -165,34 +201,49 @@ class _Decision:
     """How many of the tokens, from the first on, came from a law that is one."""
 
 
-def _read(tree: DraftTree, verification: Verification, acceptance: Acceptance) -> list[_Decision]:
-    """Bring the round's outcome to the host in a single transfer, which is the only wait for the device in a round."""
-    path, count = acceptance.path[:, : tree.height + 1], acceptance.count
-    node, width = path.clamp_min(0), path.shape[1]
-    last = count[:, None] - 1
-    after = torch.nn.functional.pad(tree.tokens.gather(1, node)[:, 1:], (0, 1))
+def _read(drafted: DraftTree, there: DraftTree, verification: Verification,
+          acceptance: Acceptance) -> tuple[DraftTree, list[_Decision], Tensor | None]:  # fmt: skip
+    """Bring the round's outcome to the host in a single transfer, which is the only wait for the device in a round: what was decided,
+    and the tree and the `evidence` of its laws where they were not on the host before."""
+    count, remote = acceptance.count, drafted.tokens.device.type != "cpu"
+    # Where reading costs nothing, no law is normalised that is not needed.
+    width = min(int(count.max()) if count.device.type == "cpu" else there.height + 1, acceptance.path.shape[1])
+    path = acceptance.path[:, :width]
+    node, last = path.clamp_min(0), count[:, None] - 1
+    after = torch.nn.functional.pad(there.tokens.gather(1, node)[:, 1:], (0, 1))
     tokens = after.scatter(1, last, acceptance.next_token[:, None])
     batch = torch.arange(len(node), device=node.device)[:, None]
-    logprobs = verification.logp[batch, node, tokens]
-    bad = invalid(verification.logp).gather(1, node)
-    more = ((tree.parents == node.gather(1, last)) & acceptable(tree)).any(-1, keepdim=True)
-    packed = torch.cat([x.double() for x in (count[:, None], more, path, tokens, bad, logprobs)], 1).tolist()
+    logp = verification.scores[batch, node].log_softmax(-1)
+    scores, broken = logp.gather(-1, tokens[..., None])[..., 0], invalid(logp)
+    more = ((there.parents == node.gather(1, last)) & acceptable(there)).any(-1, keepdim=True)
+    known = evidence(there) if remote else None
+    parts = [count[:, None], more, path, tokens, broken, scores]
+    if remote:
+        draws = there.draws
+        parts += [there.tokens, there.parents, draws.node, draws.kind, draws.law, *([] if known is None else [known.flatten(1)])]
+    packed = torch.cat([part.double() for part in parts], 1).cpu().split([part.shape[1] for part in parts], 1)
     decisions = []
-    for n, going, *rest in packed:
+    columns = [part.tolist() for part in packed[:6]]
+    for (n,), (going,), nodes, new, bad, row in zip(*columns, strict=True):
         n = int(n)
-        nodes, new, broken, scores = (rest[i * width : i * width + (width if i == 0 else n)] for i in range(4))
-        sound = broken.index(1) if any(broken) else n
-        decisions.append(_Decision([int(x) for x in nodes], [int(x) for x in new], scores, n - 1, n - 1 + int(going), sound))
-    return decisions
+        sound = bad.index(1) if 1 in bad[:n] else n
+        decisions.append(_Decision([int(x) for x in nodes], [int(x) for x in new[:n]], row[:n], n - 1, n - 1 + int(going), sound))
+    if not remote:
+        return drafted, decisions, None
+    tokens, parents, at, kind, law = (part.long() for part in packed[6:11])
+    tree = replace(there, tokens=tokens, parents=parents, draws=Draws(at, kind, law, there.draws.kinds))
+    return tree, decisions, None if known is None else packed[11].unflatten(1, (-1, 3))
 
 
 def _slim(done: Round) -> Round:
     """The round with the laws of its emitted tokens alone: row j is the law that emitted token j was drawn from."""
     longest = max(map(len, done.emitted))
     node = done.acceptance.path[:, :longest].clamp_min(0)
-    logp = done.verification.logp
-    rows = logp.gather(1, node[..., None].expand(-1, -1, logp.shape[-1]))
-    return replace(done, verification=Verification(rows), commit=replace(done.commit, features=None), tree=replace(done.tree, laws=None))
+    batch = torch.arange(len(node), device=node.device)[:, None]
+    rows = done.verification.scores[batch, node]
+    return replace(
+        done, verification=Verification(scores=rows), commit=replace(done.commit, features=None), tree=replace(done.tree, laws=None)
+    )
 
 
 class _Clock:

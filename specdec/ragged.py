@@ -39,6 +39,18 @@ class Ragged:
         """A view without the last token of each row."""
         return Ragged(self.ids, [length - 1 for length in self.lengths])
 
+    def behind(self, skip: Sequence[int]) -> Ragged:
+        """The rows without their first `skip` tokens: a view, or a copy where the rows skip different numbers."""
+        lengths = [length - n for length, n in zip(self.lengths, skip, strict=True)]
+        if len(set(skip)) <= 1:
+            return Ragged(self.ids[:, max(skip, default=0) :], lengths)
+        return Ragged(self.window(skip, max(lengths)), lengths)
+
+    def window(self, starts: Sequence[int], size: int) -> Int64[Tensor, "B size"]:
+        """`size` columns of each row from its own start on; behind a row's end is scrap."""
+        at = torch.tensor(list(starts), device="cpu")[:, None] + torch.arange(size, device="cpu")
+        return self.ids.gather(1, at.clamp_max(self.ids.shape[1] - 1))
+
     def extend(self, tokens: Int64[Tensor, "B D"] | Sequence[Sequence[int]], count: Int64[Tensor, " B"] | None = None) -> None:
         """Append to each row the first `count` of `tokens`, or all of its list."""
         if isinstance(tokens, Tensor):

@@ -26,6 +26,8 @@ class Stats:
     accepted: int = 0
     """Drafted tokens that were emitted."""
     emitted: int = 0
+    prefilled: int = 0
+    """Prompt tokens that the target read without scoring them."""
     truncated: int = 0
     """Rounds that ended at a drafted token because the output ended there."""
     attempted_by_depth: tuple[int, ...] = ()
@@ -41,8 +43,8 @@ class Stats:
         emitted, accepted = sum(map(len, done.emitted)), sum(done.accepted)
         deepest = max(done.attempted)
         return cls(
-            rounds=len(done.rows), steps=1, drafted=drafted, accepted=accepted, emitted=emitted,
-            truncated=sum(a == len(e) for a, e in zip(done.accepted, done.emitted, strict=True)),
+            rounds=sum(map(bool, done.emitted)), steps=1, drafted=drafted, accepted=accepted, emitted=emitted, prefilled=done.prefilled,
+            truncated=sum(a == len(e) for a, e in zip(done.accepted, done.emitted, strict=True) if e),
             attempted_by_depth=tuple(sum(a > d for a in done.attempted) for d in range(deepest)),
             accepted_by_depth=tuple(sum(a > d for a in done.accepted) for d in range(deepest)), seconds=done.seconds,
         )  # fmt: skip

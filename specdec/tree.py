@@ -14,7 +14,7 @@ from torch import Tensor
 from .types import PAD, ROOT, Bool, Budget, DraftTree, Draws, Float, Int64, Kind
 
 __all__ = [
-    "acceptable", "ancestors", "chain", "check", "depths", "draw_law", "draw_parents", "follow", "from_lists", "path_to",
+    "acceptable", "ancestors", "chain", "check", "depths", "draw_law", "draw_parents", "evidence", "follow", "from_lists", "path_to",
     "root_only", "sort_draws",
 ]  # fmt: skip
 
@@ -157,45 +157,81 @@ def from_lists(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> DraftTree
 # ------------------------------------------------------------------------------------------------------------ checking
 
 
-def check(tree: DraftTree, pending: Int64[Tensor, " B"], budget: Budget, vocab_size: int, *, sums: bool = False) -> None:
+_KINDS = frozenset(map(int, Kind))
+
+
+def evidence(tree: DraftTree) -> Float[Tensor, "B M 3"] | None:
+    """What `check` needs to know of each draw's law: its mass on the token drawn, its sum and its least entry; `None` without laws."""
+    if tree.laws is None or not tree.laws.shape[1]:
+        return None
+    law, token = tree.draws.law.clamp(0, tree.laws.shape[1] - 1), tree.tokens.gather(1, tree.draws.node.clamp(0, tree.tokens.shape[1] - 1))
+    batch = torch.arange(len(law), device=law.device)[:, None]
+    mass = tree.laws[batch, law, token.clamp(0, tree.laws.shape[2] - 1)]
+    total = tree.laws.sum(-1, dtype=torch.promote_types(tree.laws.dtype, torch.float32))
+    return torch.stack([mass.double(), total.double().gather(1, law), tree.laws.amin(-1).double().gather(1, law)], -1)
+
+
+def check(tree: DraftTree, pending: Int64[Tensor, " B"], budget: Budget, vocab_size: int, *, sums: bool = False,
+          known: Float[Tensor, "B M 3"] | None = None) -> None:  # fmt: skip
     """Raise `ValueError` naming row and node if the tree is malformed, breaks its budget, or does not start at `pending`.
 
+    It reads the tree on the host; for one on another device bring it over first, with `known` in place of its laws.
+
     Args:
-        sums: also check that every law used is non-negative and sums to one, which reads all of it.
+        sums: also check that every law used is non-negative and sums to one.
+        known: `evidence` of the tree, if it was computed before.
     """
     batch, nodes = tree.tokens.shape
     devices = {x.device for x in (tree.tokens, tree.parents, tree.draws.node, tree.draws.kind, tree.draws.law, tree.laws) if x is not None}
-    if len(devices) > 1:
+    if len(devices) > 1 and known is None:
         raise ValueError(f"tree: its tensors lie on {', '.join(sorted(map(str, devices)))}; keep them together")
     if tree.tokens.dtype != torch.int64 or tree.parents.dtype != torch.int64:
         raise ValueError(f"tree: tokens ({tree.tokens.dtype}) and parents ({tree.parents.dtype}) must be int64")
     if tree.parents.shape != tree.tokens.shape or batch != len(pending):
         raise ValueError(f"tree: tokens {list(tree.tokens.shape)} and parents {list(tree.parents.shape)} must both be [{len(pending)}, N]")
-    parents, tokens = tree.parents, tree.tokens
-    index = torch.arange(nodes, device=parents.device).expand(batch, -1)
-    real = parents >= 0
-
-    _refuse_node(tree, (index == 0) & (parents != ROOT), f"must be the root, with parent {ROOT}")
-    _refuse_node(
-        tree, (index > 0) & (((parents >= index) | (parents == ROOT)) | (parents < PAD)), f"needs a parent before it, or {PAD} for padding"
-    )
-    _refuse_node(tree, real & (parents.gather(1, parents.clamp_min(0)) == PAD), "hangs below padding")
-    _refuse_node(tree, (index == 0) & (tokens != pending[:, None].to(tokens.device)), "must hold the pending token")
-    _refuse_node(tree, (real | (index == 0)) & ((tokens < 0) | (tokens >= vocab_size)), f"lies outside the vocabulary of {vocab_size}")
-    limits = Budget(*(x.to(parents.device) for x in (budget.nodes, budget.depth, budget.width)))
-    _refuse_node(tree, real & (real.cumsum(-1) > limits.nodes[:, None]), "is one more than the budget's nodes")
-    depth = depths(parents)
-    _refuse_node(tree, real & (depth > limits.depth[:, None]), "is deeper than the budget's depth")
-    siblings = (parents[:, :, None] == parents[:, None, :]) & (index[:, None, :] <= index[:, :, None])
-    _refuse_node(tree, real & (siblings.sum(-1) > limits.width[:, None]), "has more siblings than the budget's width")
-    if nodes > 1 and int(depth.max()) > tree.height:
-        raise ValueError(f"tree: height says {tree.height}, the deepest node lies at {int(depth.max())}")
-    _check_draws(tree, vocab_size, sums)
+    limits = zip(pending.tolist(), budget.nodes.tolist(), budget.depth.tolist(), budget.width.tolist(), strict=True)
+    for row, (tokens, parents, limit) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), limits, strict=True)):
+        bad = _bad_node(tokens, parents, *limit, vocab_size, tree.height)
+        if bad is not None:
+            node, what = bad
+            raise ValueError(f"tree: row {row}, node {node} (token {tokens[node]}, parent {parents[node]}) {what}")
+    _check_draws(tree, vocab_size, sums, evidence(tree) if known is None else known)
 
 
-def _check_draws(tree: DraftTree, vocab_size: int, sums: bool) -> None:
+def _bad_node(tokens: list[int], parents: list[int], pending: int, most: int, deepest: int, widest: int, vocab_size: int,
+              height: int) -> tuple[int, str] | None:  # fmt: skip
+    """The first node of a row that must not be as it is, and why."""
+    if parents[0] != ROOT:
+        return 0, f"must be the root, with parent {ROOT}"
+    if tokens[0] != pending:
+        return 0, "must hold the pending token"
+    count, depth, children = 0, [0] * len(tokens), [0] * len(tokens)
+    for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
+        if parent == PAD and node:
+            continue
+        if not 0 <= token < vocab_size:
+            return node, f"lies outside the vocabulary of {vocab_size}"
+        if node == 0:
+            continue
+        if not 0 <= parent < node:
+            return node, f"needs a parent before it, or {PAD} for padding"
+        if parents[parent] == PAD:
+            return node, "hangs below padding"
+        count, depth[node] = count + 1, depth[parent] + 1
+        children[parent] += 1
+        if count > most:
+            return node, "is one more than the budget's nodes"
+        if depth[node] > deepest:
+            return node, "is deeper than the budget's depth"
+        if children[parent] > widest:
+            return node, "has more siblings than the budget's width"
+        if depth[node] > height:
+            return node, f"lies at depth {depth[node]}, but the tree's height says {height}"
+    return None
+
+
+def _check_draws(tree: DraftTree, vocab_size: int, sums: bool, known: Float[Tensor, "B M 3"] | None) -> None:
     draws, (batch, nodes) = tree.draws, tree.tokens.shape
-    real = draws.node >= 0
     count = 0 if tree.laws is None else tree.laws.shape[1]
     if not (draws.node.shape == draws.kind.shape == draws.law.shape) or draws.node.shape[0] != batch:
         raise ValueError(
@@ -203,43 +239,35 @@ def _check_draws(tree: DraftTree, vocab_size: int, sums: bool) -> None:
         )
     if count and tree.laws.shape[::2] != (batch, vocab_size):
         raise ValueError(f"laws must be [{batch}, K, {vocab_size}], got {list(tree.laws.shape)}")
-
-    _refuse_draw(draws, (draws.node >= nodes) | (draws.node == 0), "must land on a drafted node")
-    _refuse_draw(draws, real & (draw_parents(tree) < 0), "must land on a drafted node")
-    point = draws.kind == Kind.POINT
-    _refuse_draw(draws, real & ~(point | (draws.kind == Kind.IID) | (draws.kind == Kind.WITHOUT_REPLACEMENT)), "is of no known kind")
-    wor = real & (draws.kind == Kind.WITHOUT_REPLACEMENT)
-    if wor.any():
-        parent, token = draw_parents(tree), tree.tokens.gather(1, draws.node.clamp_min(0))
-        same = wor[:, :, None] & wor[:, None, :]
-        for x in (parent, token, draws.law):
-            same = same & (x[:, :, None] == x[:, None, :])
-        _refuse_draw(draws, same.tril(-1).any(-1), "was drawn before: without replacement a token comes once")
-    _refuse_draw(draws, real & ~point & ((draws.law < 0) | (draws.law >= count)), f"needs one of the {count} laws")
-    if not frozenset(Kind(k) for k in draws.kind[real].unique().tolist()) <= draws.kinds:
-        raise ValueError(f"draws: kinds says {sorted(draws.kinds)}, but other kinds occur")
-    if count and (real & ~point).any():
-        row, draw = (real & ~point).nonzero(as_tuple=True)
-        token = tree.tokens[row, draws.node[row, draw]]
-        outside = torch.zeros_like(real).index_put_((row, draw), ~(tree.laws[row, draws.law[row, draw], token] > 0))
-        _refuse_draw(draws, outside, "landed where its declared law has no mass")
-        if sums:
-            law = tree.laws[row, draws.law[row, draw]]
-            slack = 1e-3 if law.dtype in (torch.float16, torch.bfloat16) else 1e-5 if law.dtype == torch.float32 else 1e-9
-            wrong = ((law.double().sum(-1) - 1).abs() > slack) | ~(law >= 0).all(-1)
-            _refuse_draw(
-                draws, torch.zeros_like(real).index_put_((row, draw), wrong), "has a law that is negative, NaN or does not sum to one"
-            )
-
-
-def _refuse_node(tree: DraftTree, bad: Bool[Tensor, "B N"], what: str) -> None:
-    if bad.any():
-        row, node = bad.nonzero()[0].tolist()
-        token, parent = int(tree.tokens[row, node]), int(tree.parents[row, node])
-        raise ValueError(f"tree: row {row}, node {node} (token {token}, parent {parent}) {what}")
-
-
-def _refuse_draw(draws: Draws, bad: Bool[Tensor, "B M"], what: str) -> None:
-    if bad.any():
-        row, draw = bad.nonzero()[0].tolist()
-        raise ValueError(f"draws: row {row}, draw {draw} (node {int(draws.node[row, draw])}) {what}")
+    coarse = count and tree.laws.dtype in (torch.float16, torch.bfloat16)
+    slack = 1e-3 if coarse else 1e-5 if count and tree.laws.dtype == torch.float32 else 1e-9
+    facts = [[(0.0, 0.0, 0.0)] * draws.node.shape[1]] * batch if known is None else known.tolist()
+    rows = zip(
+        tree.tokens.tolist(), tree.parents.tolist(), draws.node.tolist(), draws.kind.tolist(), draws.law.tolist(), facts, strict=True
+    )
+    for row, (tokens, parents, *drawn) in enumerate(rows):
+        gone: set[tuple[int, int, int]] = set()
+        for draw, (node, kind, law, (mass, total, least)) in enumerate(zip(*drawn, strict=True)):
+            if node < 0:
+                continue
+            bad = None
+            if not 0 < node < nodes or parents[node] < 0:
+                bad = "must land on a drafted node"
+            elif kind not in _KINDS:
+                bad = "is of no known kind"
+            elif kind not in draws.kinds:
+                bad = f"is of kind {Kind(kind).name}, which `kinds` does not name"
+            elif kind != Kind.POINT:
+                key = (parents[node], tokens[node], law)
+                if not 0 <= law < count:
+                    bad = f"needs one of the {count} laws"
+                elif kind == Kind.WITHOUT_REPLACEMENT and key in gone:
+                    bad = "was drawn before: without replacement a token comes once"
+                elif not mass > 0:
+                    bad = "landed where its declared law has no mass"
+                elif sums and not (abs(total - 1) <= slack and least >= 0):
+                    bad = "has a law that is negative, NaN or does not sum to one"
+                if kind == Kind.WITHOUT_REPLACEMENT:
+                    gone.add(key)
+            if bad:
+                raise ValueError(f"draws: row {row}, draw {draw} (node {node}) {bad}")

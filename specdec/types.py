@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
+from functools import cached_property
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -128,16 +129,31 @@ class Scores:
         return logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32).log_softmax(-1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Verification:
-    """The target's law at every node of a tree, as the user's options shape it."""
+    """The target's law at every node of a tree, as the user's options shape it; given by its log-probabilities or by scores."""
 
-    logp: Float[Tensor, "B N V"]
-    """Row i: log-probabilities of the target after node i, processed as the user asked; float32, float64 where the target is."""
-    best: Int64[Tensor, "B N"] | None = None
+    scores: Float[Tensor, "B N V"]
+    """Row i: the processed logits after node i; float32, float64 where the target is."""
+    best: Int64[Tensor, "B N"] | None
     """Argmax of the processed scores, ties to the lowest id; given when decoding greedily. Normalising rounds, and can make equals of
     two scores that differ in the last place, so this is not always the argmax of `logp`."""
-    features: Float[Tensor, "B N F"] | None = None
+    features: Float[Tensor, "B N F"] | None
+    logits: Float[Tensor, "B N V"] | None
+    """As the target gave them, before any processor."""
+
+    def __init__(self, logp: Float[Tensor, "B N V"] | None = None, best: Int64[Tensor, "B N"] | None = None,
+                 features: Float[Tensor, "B N F"] | None = None, *, scores: Float[Tensor, "B N V"] | None = None,
+                 logits: Float[Tensor, "B N V"] | None = None) -> None:  # fmt: skip
+        if (logp is None) == (scores is None):
+            raise ValueError("logp, scores: give one of them")
+        values = {"scores": logp if scores is None else scores, "best": best, "features": features, "logits": logits}
+        vars(self).update(values if logp is None else {**values, "logp": logp})
+
+    @cached_property
+    def logp(self) -> Float[Tensor, "B N V"]:
+        """Row i: log-probabilities of the target after node i. Normalised when first asked for: greedy decoding never asks."""
+        return self.scores.log_softmax(-1)
 
 
 @dataclass(frozen=True)
@@ -168,11 +184,13 @@ class Round:
 
     rows: tuple[int, ...]
     tree: DraftTree
+    """What was verified, on the CPU; its laws stay where they were drawn."""
     verification: Verification
     """Handed to a drafter: all nodes. Handed to the user: row j is the law of emitted token j, unless all were asked for."""
     acceptance: Acceptance
     commit: Commit
     emitted: tuple[tuple[int, ...], ...]
+    """At least one token, but nothing for a row that has ended and is kept for a session."""
     logprobs: tuple[tuple[float, ...], ...]
     accepted: tuple[int, ...]
     """How many of the emitted tokens were drafted."""
@@ -182,6 +200,8 @@ class Round:
     """`None` while the row goes on, else "eos", "stop", "criteria", "length" or "context"."""
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall time by phase, see `specdec.stats.PHASES`."""
+    prefilled: int = 0
+    """Tokens of all rows that the target read before this round without scoring them."""
 
     @property
     def finished(self) -> tuple[bool, ...]:

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import PrefixConstrainedLogitsProcessor, RepetitionPenaltyLogitsProcessor
+from transformers import PrefixConstrainedLogitsProcessor, RepetitionPenaltyLogitsProcessor, TopPLogitsWarper
 
 from .ragged import Ragged
 from .types import PAD, ROOT, Bool, DraftTree, Float, Int64
@@ -324,6 +324,8 @@ class Warper:
 
 
 def _apply(processor: Processor, ids: Int64[Tensor, "n L"] | None, scores: Float[Tensor, "n V"]) -> Float[Tensor, "n V"]:
+    if type(processor) is TopPLogitsWarper and scores.device.type == "cpu":
+        return _top_p(processor, scores)
     ids = scores.new_zeros(len(scores), 0, dtype=torch.int64) if ids is None else ids
     if type(processor) in _RAISES_ON_NAN:
         bad = ~scores.logsumexp(-1, keepdim=True).isfinite()
@@ -333,6 +335,21 @@ def _apply(processor: Processor, ids: Int64[Tensor, "n L"] | None, scores: Float
         given = list(result.shape) if isinstance(result, Tensor) else type(result).__name__
         raise TypeError(f"logits_processor: {type(processor).__name__} returned {given}, expected processed scores of shape {list(shape)}")
     return result.to(scores.dtype)
+
+
+def _top_p(processor: Any, scores: Float[Tensor, "n V"]) -> Float[Tensor, "n V"]:
+    """What the processor does, without sorting the whole vocabulary, which takes the CPU longer than a small model's pass: the
+    nucleus is in the head, as soon as the head holds that much mass."""
+    probs = scores.softmax(-1)
+    for size in (256, 4096, probs.shape[-1]):
+        head, token = probs.topk(min(max(size, processor.min_tokens_to_keep), probs.shape[-1]))
+        before = head.cumsum(-1) - head
+        if bool((before[:, -1] >= processor.top_p).all()):
+            break
+    keep = ~(before >= processor.top_p)  # a row that is no law stays as it is
+    keep[:, : processor.min_tokens_to_keep] = True
+    nucleus = torch.where(keep, scores.gather(1, token), processor.filter_value)
+    return torch.full_like(scores, processor.filter_value).scatter_(1, token, nucleus)
 
 
 def invalid(logp: Float[Tensor, "B N V"]) -> Bool[Tensor, "B N"]:

@@ -1,6 +1,6 @@
 """Keys and values that can be dropped token by token."""
 
 from .full import FullCache
-from .target import CausalTarget, Shortened, causal_target
+from .target import CausalTarget, Shortened, causal_target, copy_cache
 
-__all__ = ["CausalTarget", "FullCache", "Shortened", "causal_target"]
+__all__ = ["CausalTarget", "FullCache", "Shortened", "causal_target", "copy_cache"]

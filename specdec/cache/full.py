@@ -43,6 +43,11 @@ class FullCache:
         """Whether all rows are equally long, so that a plain causal mask over the slots is right for a chain."""
         return len(set(self.lengths)) <= 1
 
+    @property
+    def num_layers(self) -> int:
+        """Layers that were written to."""
+        return len(self._layers)
+
     def open(self, nodes: int) -> None:
         """Begin a transaction for a pass over `nodes` tokens of each row. One that was open before is dropped."""
         if nodes < 1:
@@ -62,6 +67,11 @@ class FullCache:
             )
         start, end = self.start, self.start + keys.shape[2]
         old = self._layers.get(layer, (keys[:, :, :0], values[:, :, :0]))
+        if old[0].shape[1::2] != keys.shape[1::2] or old[1].shape[1::2] != values.shape[1::2]:
+            raise ValueError(
+                f"keys, values: layer {layer} wrote {keys.shape[1]} heads of {keys.shape[3]} and {values.shape[3]}, the cache holds "
+                f"{old[0].shape[1]} of {old[0].shape[3]} and {old[1].shape[3]}: it is another model's"
+            )
         buffers = self._layers[layer] = (_grow(old[0], end), _grow(old[1], end))
         for buffer, new in zip(buffers, (keys, values), strict=True):
             buffer[:, :, start:end] = new.detach()

@@ -10,7 +10,7 @@ from torch import Tensor
 from ..types import Bool, Int64, TargetFacts
 from .full import FullCache
 
-__all__ = ["CausalTarget", "Shortened", "causal_target"]
+__all__ = ["CausalTarget", "Shortened", "causal_target", "copy_cache"]
 
 
 @runtime_checkable
@@ -46,6 +46,20 @@ class Shortened(Protocol):
     def first(self, layers: int) -> CausalTarget:
         """The first `layers` decoder layers, then the final norm and the head; the weights are shared. ValueError if it has fewer."""
         ...
+
+
+@singledispatch
+def copy_cache(cache: Any, mask: Bool[Tensor, "B L"] | None) -> FullCache:
+    """A `FullCache` with a copy of what another kind of cache holds. Kinds of cache are registered where they are known.
+
+    Args:
+        mask: which of the tokens that the cache was made from, and of those to follow, are no padding; `None` if none is.
+
+    Raises:
+        TypeError: it is not clear how to read the cache.
+        ValueError: it is known what it is, and it can't be taken over.
+    """
+    raise TypeError(f"session: got {type(cache).__name__}; allowed are a specdec.Session and a cache of Hugging Face transformers")
 
 
 @singledispatch

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import audit, certify, text
+from . import audit, bench, certify, text
 from .command import Command, Failed
 
 __all__ = ["COMMANDS", "Command", "Failed", "main"]
@@ -22,6 +22,8 @@ COMMANDS = (
             "specdec certify RejectionAcceptor", certify.arguments, certify.run),
     Command("audit", "compare greedy texts with transformers' own, token for token",
             "specdec audit --prompts question.jsonl --limit 8 --batch 4", audit.arguments, audit.run),
+    Command("bench", "time methods side by side, against plain decoding and transformers' own",
+            "specdec bench --prompts question.jsonl --methods plain,hf-plain,ngram --limit 8 --dtype bfloat16", bench.arguments, bench.run),
 )  # fmt: skip
 
 

@@ -1,6 +1,8 @@
 """Parts that guess what the target will say."""
 
+from .early_exit import EarlyExitDrafter
+from .model import ModelDrafter
 from .ngram import NGramDrafter
 from .null import NullDrafter
 
-__all__ = ["NGramDrafter", "NullDrafter"]
+__all__ = ["EarlyExitDrafter", "ModelDrafter", "NGramDrafter", "NullDrafter"]

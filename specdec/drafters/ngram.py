@@ -90,3 +90,6 @@ class NGramDrafter(Drafter):
 
     def select(self, state: list[_Row], rows: Sequence[int]) -> list[_Row]:
         return [state[row] for row in rows]
+
+    def resume(self, state: list[_Row], ctx: Context) -> list[_Row]:
+        return state

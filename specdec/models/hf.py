@@ -7,26 +7,27 @@ be dropped token by token.
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 
-from ..cache import FullCache, causal_target
+from ..cache import FullCache, causal_target, copy_cache
 from ..types import Bool, Float, Int64, TargetFacts
+from .view import RowLinear, view
 
 __all__ = ["HFTarget"]
 
 _OTHERWISE = "Any model can be run without a cache: verifier=SequentialVerifier(lambda ids: model(ids).logits[:, -1], vocab_size=...)"
 
 
-@causal_target.register(PreTrainedModel)
 class HFTarget:
     """A causal language model of transformers behind the `CausalTarget` protocol.
 
@@ -41,6 +42,7 @@ class HFTarget:
         text = model.config.get_text_config(decoder=True)
         self._layers = _check(model, text)
         self._model, self._text = model, text
+        self._quick = _quick(model, text)
         self._keywords = _cache_keyword(model), _cache_keyword(model.base_model)
         self._additive = ALL_MASK_ATTENTION_FUNCTIONS[text._attn_implementation] is eager_mask
         self._facts = TargetFacts(
@@ -55,15 +57,38 @@ class HFTarget:
     def new_cache(self, batch: int) -> FullCache:
         return FullCache(batch)
 
+    def first(self, layers: int) -> HFTarget:
+        """The model's first decoder layers, its final norm and its head. ValueError if it has fewer layers, or they can't be found."""
+        if not 1 <= layers <= len(self._layers):
+            raise ValueError(f"layers: got {layers}; {type(self._model).__name__} has 1 to {len(self._layers)} to choose from")
+        whole = copy.deepcopy(self._model.config)
+        own = whole.get_text_config(decoder=True)
+        own.num_hidden_layers = layers
+        if getattr(own, "layer_types", None):
+            own.layer_types = own.layer_types[:layers]
+
+        def change(module: nn.Module) -> None:
+            for old, new in ((self._model.config, whole), (self._text, own)):
+                if getattr(module, "config", None) is old:
+                    vars(module)["config"] = new
+
+        short = cast(PreTrainedModel, view(self._model, change))
+        stack = _decoder_layers(short, len(self._layers))
+        stack._modules = dict(list(stack._modules.items())[:layers])
+        return HFTarget(short)
+
     def forward(self, tokens: Int64[Tensor, "B T"], positions: Int64[Tensor, "B T"], mask: Bool[Tensor, "B 1 T slots"] | None,
                 cache: FullCache, *, logits: bool, layers: tuple[int, ...] = ()) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """See `CausalTarget`."""
+        # A causal mask left to the model goes with the model's own attention.
+        model = self._model if self._quick is None or (mask is None and tokens.shape[1] > 1) else self._quick
         # Below the head, the prompt's logits are never computed.
-        module, keyword = (self._model, self._keywords[0]) if logits else (self._model.base_model, self._keywords[1])
+        module, keyword = (model, self._keywords[0]) if logits else (model.base_model, self._keywords[1])
+        mask = self._mask(mask) if model is self._model else _pack(mask, self._text, self._facts.dtype)
         slots = Cache(layers=[_Slots(cache, index) for index in range(self._text.num_hidden_layers)])
         # no_grad rather than inference_mode: features may be trained on, and a cache outlives the call that made it.
-        with torch.no_grad(), _tap(self._layers, layers) as seen:
-            output = module(input_ids=tokens, position_ids=positions, attention_mask=self._mask(mask), use_cache=True, **{keyword: slots})
+        with torch.no_grad(), _tap(_decoder_layers(model, self._text.num_hidden_layers), layers) as seen:
+            output = module(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=True, **{keyword: slots})
         features = torch.cat([seen[layer].to(tokens.device) for layer in layers], -1) if layers else None
         return output.logits if logits else None, features
 
@@ -72,6 +97,54 @@ class HFTarget:
             return mask
         hidden = torch.finfo(self._facts.dtype).min
         return torch.zeros(mask.shape, dtype=self._facts.dtype, device=mask.device).masked_fill_(~mask, hidden)
+
+
+# ----------------------------------------------------------------------------------------------- the same model, quicker
+
+_PACKED = "specdec_packed"
+
+
+def _packed_attention(module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+                      scaling: float | None = None, **kwargs: Any) -> tuple[Tensor, None]:  # fmt: skip
+    """Grouped-query attention in which the query heads that share a key head are rows of one head: keys are read once for all of
+    them, and never repeated. The mask has a row for each, head by head; see `_pack`."""
+    batch, heads, nodes, size = query.shape
+    groups = heads // key.shape[1]
+    if attention_mask is not None and attention_mask.shape[2] != groups * nodes:  # a layer that shares otherwise than the config says
+        attention_mask = attention_mask[:, :, :nodes].repeat(1, 1, groups, 1)
+    rows = query.reshape(batch, key.shape[1], groups * nodes, size)
+    out = nn.functional.scaled_dot_product_attention(rows, key, value, attn_mask=attention_mask, scale=scaling)
+    return out.view(batch, heads, nodes, -1).transpose(1, 2), None
+
+
+AttentionInterface.register(_PACKED, _packed_attention)
+AttentionMaskInterface.register(_PACKED, sdpa_mask)
+
+
+def _pack(mask: Tensor | None, text: Any, dtype: torch.dtype) -> Float[Tensor, "B 1 GT slots"] | None:
+    """The mask as `_packed_attention` wants it, made once for all layers."""
+    if mask is None:
+        return None
+    groups = text.num_attention_heads // (getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf).repeat(1, 1, groups, 1)
+
+
+def _quick(model: PreTrainedModel, text: Any) -> PreTrainedModel | None:
+    """A view of the model that computes the same in less time; `None` if it must be run as it is."""
+    patched = any("forward" in vars(module) for module in model.modules())  # accelerate dispatches so; a patch knows its own module
+    if text._attn_implementation != "sdpa" or not model._supports_attention_backend or patched:
+        return None
+    own = copy.deepcopy(text)
+    own._attn_implementation = _PACKED
+    rows = model.device.type == "cpu" and model.dtype in (torch.bfloat16, torch.float16)
+
+    def change(module: nn.Module) -> None:
+        if getattr(module, "config", None) is text:
+            vars(module)["config"] = own
+        if rows and type(module) is nn.Linear:
+            module.__class__ = RowLinear
+
+    return cast(PreTrainedModel, view(model, change))
 
 
 class _Slots(DynamicLayer):
@@ -86,6 +159,31 @@ class _Slots(DynamicLayer):
 
     def get_seq_length(self) -> int:
         return self._cache.start
+
+
+causal_target.register(PreTrainedModel, HFTarget)
+
+
+@copy_cache.register(Cache)
+def _(cache: Cache, mask: Bool[Tensor, "B L"] | None) -> FullCache:
+    other = sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer})
+    held = cache.get_seq_length()
+    if other or not held:
+        raise ValueError(
+            f"session: {type(cache).__name__} {'has layers of ' + ', '.join(other) if other else 'is empty'}; allowed is a DynamicCache of "
+            "full attention that holds the beginning of input_ids; otherwise leave session out"
+        )
+    layers: list[Any] = cache.layers
+    batch = len(layers[0].keys)
+    if mask is not None and (len(mask) != batch or mask.shape[1] < held):
+        raise ValueError(f"session: the cache holds {held} tokens of {batch} rows, attention_mask is {list(mask.shape)}")
+    real = torch.ones(batch, held, dtype=torch.bool) if mask is None else mask[:, :held].cpu()
+    path, copied = torch.argsort(real.int(), dim=1, descending=True, stable=True), FullCache(batch)
+    copied.open(held)
+    for index, layer in enumerate(layers):
+        copied.write(index, layer.keys, layer.values)
+    copied.commit(path, real.sum(1))
+    return copied
 
 
 @contextmanager

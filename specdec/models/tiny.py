@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import replace
+
 import torch
 from torch import Tensor, nn
 
@@ -34,7 +37,7 @@ class TinyTarget:
         self.net = _Net(vocab_size, hidden_size, num_layers, num_heads, num_kv_heads)
         self.net.init(seed, sharpness)
         self.net.to(dtype).requires_grad_(False)
-        self._limit = max_positions
+        self._limit, self._depth = max_positions, num_layers
         self._facts = TargetFacts(vocab_size, dtype, torch.device("cpu"), max_positions, hidden_size, num_layers)
 
     @property
@@ -44,18 +47,26 @@ class TinyTarget:
     def new_cache(self, batch: int) -> FullCache:
         return FullCache(batch)
 
+    def first(self, layers: int) -> TinyTarget:
+        """See `Shortened`."""
+        if not 1 <= layers <= self._depth:
+            raise ValueError(f"layers: got {layers}; allowed are 1 to {self._depth}")
+        shortened = copy.copy(self)
+        shortened._depth, shortened._facts = layers, replace(self._facts, num_layers=layers)
+        return shortened
+
     def forward(self, tokens: Int64[Tensor, "B T"], positions: Int64[Tensor, "B T"], mask: Bool[Tensor, "B 1 T slots"] | None,
                 cache: FullCache, *, logits: bool, layers: tuple[int, ...] = ()) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """See `CausalTarget`."""
         if int(positions.max()) >= self._limit:
             raise ValueError(f"positions: {int(positions.max())} lies beyond the last of this model, {self._limit - 1}")
-        if not all(0 <= layer <= len(self.net.layers) for layer in layers):
-            raise ValueError(f"layers: got {layers}; this model has the input boundaries 0 to {len(self.net.layers)}")
+        if not all(0 <= layer <= self._depth for layer in layers):
+            raise ValueError(f"layers: got {layers}; this model has the input boundaries 0 to {self._depth}")
         if mask is None:
             nodes, start = tokens.shape[1], cache.start
             mask = torch.ones(nodes, start + nodes, dtype=torch.bool).tril(start)
         with torch.no_grad():
-            states = self.net.hidden(tokens, positions, mask, cache)
+            states = self.net.hidden(tokens, positions, mask, cache, self._depth)
             features = torch.cat([states[layer] for layer in layers], -1) if layers else None
             return self.net.logits(states[-1]) if logits else None, features
 
@@ -64,7 +75,7 @@ class TinyTarget:
         positions = torch.arange(ids.shape[1]).expand(len(ids), -1)
         with torch.no_grad():
             mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool).tril()
-            return self.net.logits(self.net.hidden(ids, positions, mask, None)[-1][:, -1])
+            return self.net.logits(self.net.hidden(ids, positions, mask, None, self._depth)[-1][:, -1])
 
 
 class _Net(nn.Module):
@@ -87,10 +98,11 @@ class _Net(nn.Module):
                 scale = sharpness if name == "head.weight" else 1.0
                 nn.init.normal_(parameter, std=1.0 if name == "embed.weight" else scale * parameter.shape[1] ** -0.5, generator=generator)
 
-    def hidden(self, tokens: Int64[Tensor, "B T"], positions: Int64[Tensor, "B T"], mask: Tensor, cache: FullCache | None) -> list[Tensor]:
-        """The input of every layer, and at last that of the final norm."""
+    def hidden(self, tokens: Int64[Tensor, "B T"], positions: Int64[Tensor, "B T"], mask: Tensor, cache: FullCache | None,
+               depth: int | None = None) -> list[Tensor]:  # fmt: skip
+        """The input of each of the first `depth` layers, and at last what they put out, which enters the final norm."""
         states = [self.embed(tokens)]
-        for index, layer in enumerate(self.layers):
+        for index, layer in enumerate(self.layers[:depth]):
             states.append(layer(states[-1], positions, mask, cache, index))
         return states
 

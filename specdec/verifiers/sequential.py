@@ -76,5 +76,8 @@ class SequentialVerifier(Verifier):
         state.tree = None
         return Commit(tokens, count)
 
+    def resume(self, state: _State, ctx: Context, held: Sequence[int], keep: Sequence[int]) -> _State:
+        return _State(Ragged(state.history.ids, list(keep)))
+
     def select(self, state: _State, rows: Sequence[int]) -> _State:
         return _State(state.history.select(rows))

@@ -82,5 +82,19 @@ class TreeVerifier(Verifier):
         state.tree = state.features = None
         return Commit(tokens, count, features)
 
+    def resume(self, state: _State, ctx: Context, held: Sequence[int], keep: Sequence[int]) -> _State:
+        if state.cache.lengths != list(held):
+            raise ValueError(
+                f"session: its cache holds {state.cache.lengths} tokens of its rows where {list(held)} were read: it was changed outside; "
+                "begin a new session"
+            )
+        state.cache.rewind(keep)
+        return _State(state.cache, ctx.needs.layers)
+
+    def adopt(self, cache: FullCache) -> _State:
+        if self.facts.num_layers not in (None, cache.num_layers):
+            raise ValueError(f"session: the cache has {cache.num_layers} layers, the model {self.facts.num_layers}: it is another model's")
+        return _State(cache, ())
+
     def select(self, state: _State, rows: Sequence[int]) -> _State:
         return _State(state.cache.select(rows), state.layers)

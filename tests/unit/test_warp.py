@@ -331,3 +331,26 @@ def test_refusals() -> None:
     with pytest.raises(TypeError, match="function returned NoneType"):
         warper = Warper([[forgets]], batch=1)
         step(warper, warper.begin(), [[1]])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("spread", [0.0, 1.0, 3.0, 8.0])
+@pytest.mark.parametrize("top_p, least", [(0.05, 1), (0.9, 1), (0.9, 300), (0.999, 1)])
+def test_top_p_keeps_what_transformers_keeps(dtype: torch.dtype, spread: float, top_p: float, least: int) -> None:
+    """All of the vocabulary may be needed, or one token of it. Sums in another order round differently, so that a token on the very
+    edge may fall on either side; where all are equal it is anyone's choice which of them are kept."""
+    scores = torch.randn(5, 6000, generator=torch.Generator().manual_seed(1), dtype=dtype) * spread
+    scores[2, ::3] = -INF
+    oracle = hf.TopPLogitsWarper(top_p, min_tokens_to_keep=least)
+    expected = oracle(None, scores)
+    warper = Warper([[oracle]], batch=1)
+    tree = chain([[0] * 4], [0])
+    got = warper.scores(warper.begin(), scores[None].clone(), tree, begin([[1]]))[0]
+    assert bool(((got == scores) | got.isneginf()).all())
+    mass = scores.softmax(-1)
+    for row in range(5):
+        differ = got[row] != expected[row]
+        if spread == 0:
+            assert abs(int((got[row] > -INF).sum()) - int((expected[row] > -INF).sum())) <= 1
+        else:
+            assert float(mass[row][differ].sum()) < 1e-4 and int(differ.sum()) <= 2

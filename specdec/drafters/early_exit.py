@@ -1,0 +1,41 @@
+"""The target's own first layers guess."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ..cache import Shortened, causal_target
+from .model import ModelDrafter
+
+__all__ = ["EarlyExitDrafter"]
+
+
+class EarlyExitDrafter(ModelDrafter):
+    """A `ModelDrafter` whose model is the target with its later layers left out (LayerSkip, Elhoushi et al. 2024; Zhang et al. 2024).
+
+    The weights are the target's own; keys and values of the first layers are computed again, in a cache of their own. How good the guess
+    is depends on the training: only a model that learned to predict from its middle drafts well like this.
+
+    Args:
+        model: the target, or another model of its vocabulary.
+        layers: how many of its decoder layers, from the first, stand before the final norm and the head.
+        sample, logits_processor: see `ModelDrafter`.
+
+    Raises:
+        TypeError: it is not clear how to run the model, or how to shorten it.
+        ValueError: `layers` is below 1 or more than the model has.
+    """
+
+    def __init__(self, model: Any, layers: int, *, sample: bool = True,
+                 logits_processor: Sequence[Callable[..., Any]] | None = None) -> None:  # fmt: skip
+        target = causal_target(model)
+        if not isinstance(target, Shortened):
+            raise TypeError(
+                f"model: {type(model).__name__} cannot be run with its first layers alone; allowed are models of Hugging Face transformers "
+                "and objects with a method first(layers) as in specdec.cache.Shortened"
+            )
+        most = target.facts.num_layers
+        if layers < 1 or (most is not None and layers > most):
+            raise ValueError(f"layers: got {layers}, allowed are 1 to {most or 'the number of layers that the model has'}")
+        super().__init__(target.first(layers), sample=sample, logits_processor=logits_processor)
