@@ -62,14 +62,20 @@ class Session:
         held = [length - 1 for length in self._history.lengths]
         keep = [self._common(row, held[row], rows) for row in range(ctx.batch)]
         state, old = self._states
-        self._whole = False  # until the first round is done, in case it never is
+        known = drafter is self._drafter and keep == held
+        mine = drafter.resume(old, ctx) if known else None
+        if mine is None and drafter.needs and any(keep):
+            raise ValueError(
+                f"drafter: {type(drafter).__name__} reads features of the target, and of the session's first {max(keep)} tokens there are "
+                "none for it; leave the session out, or use the drafter from the first turn on"
+            )
         state = verifier.resume(state, ctx, held, keep)
-        mine = drafter.resume(old, ctx) if drafter is self._drafter and keep == held else None
+        self._whole = False  # until the first round is done, in case it never is
         return keep, state, _replay(drafter, ctx, rows, keep) if mine is None else mine
 
     def save(self, model: Any, drafter: Drafter, prompts: Sequence[int], history: Ragged, states: Sequence[Any]) -> None:
-        """What stands after a round."""
-        self._model, self._drafter, self._history, self._prompts = model, drafter, history, list(prompts)
+        """What stands after a round. The first call's prompts are remembered."""
+        self._model, self._drafter, self._history, self._prompts = model, drafter, history, self._prompts or list(prompts)
         self._states, self._whole = (states[0], states[1]), True
 
     def leave(self) -> None:
@@ -99,11 +105,6 @@ class Session:
 
 def _replay(drafter: Drafter, ctx: Context, rows: Ragged, lengths: Sequence[int]) -> Any:
     """A drafter's state for tokens that the target has read in another call."""
-    if drafter.needs and any(lengths):
-        raise ValueError(
-            f"drafter: {type(drafter).__name__} reads features of the target, and the session has none of its first {max(lengths)} tokens "
-            "for it; leave the session out, or use the drafter from the first turn on"
-        )
     state, todo = drafter.begin(ctx), torch.tensor(list(lengths), device="cpu")
     for start in range(0, int(todo.max()), REPLAY_CHUNK):
         count = (todo - start).clamp(0, REPLAY_CHUNK)
