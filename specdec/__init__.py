@@ -3,6 +3,7 @@
 from . import models, testing, tree
 from .acceptors import CoupledAcceptor, GreedyAcceptor, MatchAcceptor, RejectionAcceptor
 from .base import Acceptor, Context, ContextDrafter, Drafter, Planner, Verifier
+from .custom import custom_generate
 from .drafters import EarlyExitDrafter, ModelDrafter, NGramDrafter, NullDrafter
 from .generation import Generation, generate, stream
 from .planning import FixedPlanner
@@ -19,6 +20,5 @@ __all__ = [
     "EarlyExitDrafter", "Features", "FixedPlanner", "Generation", "GreedyAcceptor", "Kind", "MatchAcceptor", "ModelDrafter",
     "NGramDrafter", "NullDrafter", "Planner", "RejectionAcceptor", "Round", "Scores", "SequentialVerifier", "Session", "Stats",
     "TargetFacts", "TreeVerifier", "Verification", "Verifier",
-    "chain",
-    "generate", "models", "stream", "testing", "tree",
+    "chain", "custom_generate", "generate", "models", "stream", "testing", "tree",
 ]  # fmt: skip

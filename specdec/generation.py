@@ -12,7 +12,6 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from .acceptors import GreedyAcceptor, MatchAcceptor, RejectionAcceptor
 from .base import Acceptor, Drafter, Planner, Verifier
-from .cache import copy_cache
 from .loop import compatible, decode
 from .options import resolve
 from .planning import FixedPlanner
@@ -23,7 +22,7 @@ from .stats import Stats
 from .types import Int64, Kind, Round
 from .verifiers.factory import make_verifier
 
-__all__ = ["Generation", "default_acceptor", "generate", "stream"]
+__all__ = ["Generation", "Streamer", "check_parts", "default_acceptor", "generate", "stream"]
 
 
 @runtime_checkable
@@ -61,6 +60,15 @@ def default_acceptor(drafter: Drafter, greedy: bool) -> Acceptor:
     if greedy:
         return GreedyAcceptor()
     return MatchAcceptor() if drafter.draws <= {Kind.POINT} else RejectionAcceptor()
+
+
+def check_parts(drafter: Any, acceptor: Any, verifier: Any, planner: Any) -> None:
+    """Raise `TypeError` for what is no part of its kind; all but the drafter may be `None`."""
+    for name, part, kind in (("drafter", drafter, Drafter), ("acceptor", acceptor, Acceptor), ("verifier", verifier, Verifier),
+                             ("planner", planner, Planner)):  # fmt: skip
+        if not isinstance(part, kind) and (part is not None or kind is Drafter):
+            given = part.__name__ if isinstance(part, type) else repr(part)
+            raise TypeError(f"{name}: got {given}; give an instance of a subclass of specdec.{kind.__name__}")
 
 
 def stream(model: Any, input_ids: Any, *, drafter: Any, **arguments: Any) -> Iterator[Round]:
@@ -134,11 +142,7 @@ class _Call:
                  stopping_criteria: Sequence[Any] | None = None, tokenizer: PreTrainedTokenizerBase | None = None,
                  prefix_allowed_tokens_fn: Callable[[int, Tensor], list[int]] | None = None,
                  session: Any = None, seed: Any = None, keep_all: bool = False, **generation_kwargs: Any) -> None:  # fmt: skip
-        for name, part, kind in (("drafter", drafter, Drafter), ("acceptor", acceptor, Acceptor), ("verifier", verifier, Verifier),
-                                 ("planner", planner, Planner)):  # fmt: skip
-            if not isinstance(part, kind) and (part is not None or kind is Drafter):
-                given = part.__name__ if isinstance(part, type) else repr(part)
-                raise TypeError(f"{name}: got {given}; give an instance of a subclass of specdec.{kind.__name__}")
+        check_parts(drafter, acceptor, verifier, planner)
         self.verifier, defaults = make_verifier(model, verifier)
         self.prompts = unpad_rows(input_ids, attention_mask)
         self.options = resolve(
@@ -152,25 +156,12 @@ class _Call:
         self.planner = FixedPlanner(10) if planner is None else planner
         self.seeds = derive_seeds(seed, len(self.prompts))
         self.model = model if verifier is None else verifier
-        self.session = self._session(session, attention_mask)
+        if session is not None and not isinstance(session, Session):
+            mask = None if attention_mask is None else torch.as_tensor(attention_mask) == 1
+            session = Session.around(session, mask, self.prompts, model=self.model, verifier=self.verifier)
+        # Of a single row no more than what is there anyway is kept.
+        self.session = Session() if session is None and len(self.prompts) == 1 else session
         self.keep_all = keep_all
-
-    def _session(self, given: Any, attention_mask: Any) -> Session | None:
-        if given is None:
-            return Session() if len(self.prompts) == 1 else None
-        if isinstance(given, Session):
-            return given
-        cache = copy_cache(given, None if attention_mask is None else torch.as_tensor(attention_mask) == 1)
-        if len(cache.lengths) != len(self.prompts):
-            raise ValueError(f"session: the cache holds {len(cache.lengths)} rows, input_ids have {len(self.prompts)}")
-        for row, (held, prompt) in enumerate(zip(cache.lengths, self.prompts, strict=True)):
-            if held >= len(prompt):
-                raise ValueError(
-                    f"session: the cache holds {held} tokens of row {row}, input_ids only {len(prompt)}; give the whole text, of which the "
-                    "cache holds a beginning"
-                )
-        ids = [prompt[:held] for held, prompt in zip(cache.lengths, self.prompts, strict=True)]
-        return Session.of(self.model, self.verifier.adopt(cache), ids)
 
     def run(self) -> Iterator[Round]:
         return decode(

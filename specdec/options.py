@@ -21,7 +21,7 @@ from .stops import Ends
 from .types import Int64, TargetFacts
 from .warp import PrefixAllowed, Warper
 
-__all__ = ["HONOURED", "IRRELEVANT", "REFUSED", "UNREAD", "Options", "resolve"]
+__all__ = ["HONOURED", "IRRELEVANT", "REFUSED", "UNREAD", "Options", "check_prompts", "resolve"]
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,8 @@ _SAMPLING = ("temperature", "top_k", "top_p", "min_p", "top_h", "typical_p", "ep
 _ONE_TEXT = "one text per prompt is generated, without beams; repeat the prompt to get several"
 _NO_ENCODER = "only decoder-only models are supported, and there is no encoder input to refer to"
 _OWN_CACHE = "the library keeps its own cache; leave this out"
-_OUTPUTS = "this is not collected; ask for return_rounds=True, or run the model on the result"
+_OUTPUTS = "this is not collected; run the model on the result"
+_LAWS = "ask for return_rounds=True, which keeps the scores of every token; with 'all' the logits too"
 _OTHER_METHOD = "this is another decoding method; remove it, or call model.generate"
 REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType({
     "num_beams": ((1,), _ONE_TEXT), "num_return_sequences": ((1,), _ONE_TEXT), "num_beam_groups": ((1,), _ONE_TEXT),
@@ -110,8 +111,8 @@ REFUSED: Mapping[str, tuple[tuple[Any, ...], str]] = MappingProxyType({
     "encoder_repetition_penalty": ((1.0,), _NO_ENCODER), "encoder_no_repeat_ngram_size": ((0,), _NO_ENCODER),
     "use_cache": ((True,), "verification needs a cache; leave this out"),
     "cache_implementation": (("dynamic",), _OWN_CACHE), "cache_config": ((), _OWN_CACHE), "max_cache_len": ((), _OWN_CACHE),
-    "output_attentions": ((False,), _OUTPUTS), "output_hidden_states": ((False,), _OUTPUTS), "output_scores": ((False,), _OUTPUTS),
-    "output_logits": ((False,), _OUTPUTS),
+    "output_attentions": ((False,), _OUTPUTS), "output_hidden_states": ((False,), _OUTPUTS), "output_scores": ((False,), _LAWS),
+    "output_logits": ((False,), _LAWS),
 })  # fmt: skip
 """Name: values that change nothing, besides `None`; and what to do instead of any other."""
 
@@ -167,7 +168,7 @@ def resolve(prompts: Sequence[Int64[Tensor, " _"]], *, facts: TargetFacts, defau
     for name, config in (("generation_config", generation_config), ("defaults", defaults)):
         if not isinstance(config, hf.GenerationConfig | None):
             raise TypeError(f"{name}: got {type(config).__name__}; give a transformers.GenerationConfig")
-    _check_prompts(prompts, facts)
+    check_prompts(prompts, facts)
     o = _values(generation_config, defaults, generation_kwargs)
     lengths, batch = [len(prompt) for prompt in prompts], len(prompts)
     processors, criteria = _listed("logits_processor", logits_processor), _listed("stopping_criteria", stopping_criteria)
@@ -258,7 +259,8 @@ def _listed(name: str, objects: Sequence[Any] | None) -> list[Any]:
     return list(objects or ())
 
 
-def _check_prompts(prompts: Sequence[Tensor], facts: TargetFacts) -> None:
+def check_prompts(prompts: Sequence[Tensor], facts: TargetFacts) -> None:
+    """Raise `ValueError` for prompts that the target can't read."""
     if not prompts:
         raise ValueError("prompts: the batch is empty; give at least one prompt")
     for row, prompt in enumerate(prompts):

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .base import Context, Drafter, Verifier
+from .cache import copy_cache
 from .ragged import Ragged
-from .types import Commit, Int64
+from .types import Bool, Commit, Int64
 
 __all__ = ["Session"]
 
@@ -39,12 +40,29 @@ class Session:
         return [] if self._history is None else [self._history.row(i).clone() for i in range(len(self._history.lengths))]
 
     @classmethod
-    def of(cls, model: Any, state: Any, ids: Sequence[Int64[Tensor, " _"]]) -> Session:
-        """A session around the state of a verifier that has read all of `ids`, one row each."""
-        self = cls()
-        self._history = Ragged.empty(len(ids))
-        self._history.extend([[*row.tolist(), 0] for row in ids])  # as after a round: the last token is not read yet
-        self._model, self._states, self._prompts = model, (state, None), [len(row) for row in ids]
+    def around(cls, cache: Any, mask: Bool[Tensor, "B L"] | None, prompts: Sequence[Int64[Tensor, " _"]], *, model: Any,
+               verifier: Verifier, name: str = "session") -> Session:  # fmt: skip
+        """A session that begins with a copy of what another kind of cache holds.
+
+        Args:
+            cache: see `specdec.cache.copy_cache`. It holds a beginning of every prompt.
+            mask: which tokens of the padded batch are real, if it was padded.
+            name: what the user calls the cache.
+        """
+        copied, self = copy_cache(cache, mask, name), cls()
+        if len(copied.lengths) != len(prompts):
+            raise ValueError(f"{name}: the cache holds {len(copied.lengths)} rows, input_ids have {len(prompts)}")
+        for row, (held, prompt) in enumerate(zip(copied.lengths, prompts, strict=True)):
+            if held >= len(prompt):
+                raise ValueError(
+                    f"{name}: the cache holds {held} tokens of row {row}, input_ids only {len(prompt)}; give the whole text, of which the "
+                    "cache holds a beginning"
+                )
+        self._history = Ragged.empty(len(prompts))
+        self._history.extend(
+            [prompt[: n + 1].tolist() for n, prompt in zip(copied.lengths, prompts, strict=True)]
+        )  # the last is not read yet
+        self._model, self._states, self._prompts = model, (verifier.adopt(copied), None), copied.lengths
         return self
 
     def resume(self, model: Any, verifier: Verifier, drafter: Drafter, ctx: Context, rows: Ragged) -> tuple[list[int], Any, Any]:

@@ -27,24 +27,26 @@ class Ends:
     Args:
         eos: token ids that end a row.
         limits: per row of the call, how long it may become, the prompt included.
-        context: how long any row may become because the target cannot read more; `None` if it can.
+        context: how long any row may become because the target cannot read more, or each row, where rows begin with padding that it
+            does not read; `None` if it can.
         criteria: Hugging Face stopping criteria, called once per kept token as plain decoding calls them, with `[1, L]` ids and no
             scores. With one row the objects themselves are called; with more, each row has a copy, so that a criterion with memory
             sees one text. TypeError if it cannot be copied then.
         device: where criteria find the ids.
     """
 
-    def __init__(self, *, eos: frozenset[int], limits: Sequence[int], context: int | None = None, criteria: Sequence[Criterion] = (),
-                 device: torch.device | str = "cpu") -> None:  # fmt: skip
+    def __init__(self, *, eos: frozenset[int], limits: Sequence[int], context: int | Sequence[int] | None = None,
+                 criteria: Sequence[Criterion] = (), device: torch.device | str = "cpu") -> None:  # fmt: skip
         self.eos = eos
-        self.limits = [limit if context is None else min(limit, context) for limit in limits]
-        self._reasons = ["length" if context is None or limit <= context else "context" for limit in limits]
+        contexts = [context] * len(limits) if context is None or isinstance(context, int) else context
+        self.limits = [limit if most is None else min(limit, most) for limit, most in zip(limits, contexts, strict=True)]
+        self._reasons = ["length" if most is None or limit <= most else "context" for limit, most in zip(limits, contexts, strict=True)]
         self._criteria = [[_own(criterion, len(limits)) for criterion in criteria] for _ in limits]
         self._device = device
 
     @classmethod
     def of(cls, criteria: Sequence[Criterion], *, lengths: Sequence[int], limits: Sequence[int], eos: frozenset[int],
-           context: int | None = None, device: torch.device | str = "cpu") -> Ends:  # fmt: skip
+           context: int | Sequence[int] | None = None, device: torch.device | str = "cpu") -> Ends:  # fmt: skip
         """Ends from a list of criteria in which transformers' own may stand: as in `model.generate`, an `EosTokenCriteria` takes the
         place of `eos` and a `MaxLengthCriteria` that of `limits`. `lengths` are the prompts'."""
         lasts = [token for c in criteria if type(c) is EosTokenCriteria for token in c.eos_token_id.flatten().tolist()]

@@ -41,10 +41,11 @@ def ancestors(parents: Int64[Tensor, "B N"]) -> Bool[Tensor, "B N N"]:
     return reach
 
 
-def path_to(parents: Int64[Tensor, "B N"], node: Int64[Tensor, " B"]) -> tuple[Int64[Tensor, "B N"], Int64[Tensor, " B"]]:
-    """The nodes from the root down to `node`, padded with -1, and how many they are."""
+def path_to(parents: Int64[Tensor, "B N"], node: Int64[Tensor, " B"],
+            reach: Bool[Tensor, "B N N"] | None = None) -> tuple[Int64[Tensor, "B N"], Int64[Tensor, " B"]]:  # fmt: skip
+    """The nodes from the root down to `node`, padded with -1, and how many they are. `reach` are the `ancestors`, if they are known."""
     batch, nodes = parents.shape
-    reach = ancestors(parents)
+    reach = ancestors(parents) if reach is None else reach
     above = reach.gather(1, node[:, None, None].expand(-1, 1, nodes))[:, 0]
     order = torch.arange(nodes, device=parents.device).expand(batch, -1)
     # Parents come before children, so the ancestors in index order are the path from the top.
@@ -59,11 +60,11 @@ def acceptable(tree: DraftTree) -> Bool[Tensor, "B N"]:
     return hit.scatter(1, torch.where(tree.draws.node < 0, nodes, tree.draws.node), True)[:, :nodes]
 
 
-def follow(tree: DraftTree, choice: Int64[Tensor, "B N"]) -> Int64[Tensor, " B"]:
-    """The deepest node that is reached by taking, at every node, the child that holds `choice` there."""
+def follow(tree: DraftTree, choice: Int64[Tensor, "B N"], reach: Bool[Tensor, "B N N"] | None = None) -> Int64[Tensor, " B"]:
+    """The deepest node that is reached by taking, at every node, the child that holds `choice` there; `reach` as in `path_to`."""
     agrees = acceptable(tree) & (tree.tokens == choice.gather(1, tree.parents.clamp_min(0)))
     agrees[:, 0] = True
-    reach = ancestors(tree.parents)
+    reach = ancestors(tree.parents) if reach is None else reach
     reached = ~(reach & ~agrees[:, None, :]).any(-1)
     # argmax takes the first of equals: of two equally deep nodes, which then hold the same path, the elder
     return torch.where(reached, reach.sum(-1), 0).argmax(-1)

@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from ..base import Acceptor
 from ..rng import Source
-from ..tree import follow, path_to
+from ..tree import ancestors, follow, path_to
 from ..types import Acceptance, DraftTree, Kind, Verification
 
 __all__ = ["GreedyAcceptor"]
@@ -21,6 +21,7 @@ class GreedyAcceptor(Acceptor):
 
     def accept(self, tree: DraftTree, verification: Verification, source: Source) -> Acceptance:
         best = verification.logp.argmax(-1) if verification.best is None else verification.best
-        node = follow(tree, best)
-        path, count = path_to(tree.parents, node)
+        reach = ancestors(tree.parents)
+        node = follow(tree, best, reach)
+        path, count = path_to(tree.parents, node, reach)
         return Acceptance(path, count, best.gather(1, node[:, None])[:, 0])

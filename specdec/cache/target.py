@@ -49,17 +49,18 @@ class Shortened(Protocol):
 
 
 @singledispatch
-def copy_cache(cache: Any, mask: Bool[Tensor, "B L"] | None) -> FullCache:
+def copy_cache(cache: Any, mask: Bool[Tensor, "B L"] | None, name: str) -> FullCache:
     """A `FullCache` with a copy of what another kind of cache holds. Kinds of cache are registered where they are known.
 
     Args:
         mask: which of the tokens that the cache was made from, and of those to follow, are no padding; `None` if none is.
+        name: what the user calls the cache.
 
     Raises:
         TypeError: it is not clear how to read the cache.
         ValueError: it is known what it is, and it can't be taken over.
     """
-    raise TypeError(f"session: got {type(cache).__name__}; allowed are a specdec.Session and a cache of Hugging Face transformers")
+    raise TypeError(f"{name}: got {type(cache).__name__}; allowed are a specdec.Session and a cache of Hugging Face transformers")
 
 
 @singledispatch

@@ -236,7 +236,7 @@ class ModelDrafter(Drafter):
     def _draw(self, state: _State, scores: Float[Tensor, "B V"], source: Source, step: int,
               active: Bool[Tensor, " B"]) -> tuple[Int64[Tensor, " B"], Float[Tensor, "B V"] | None]:  # fmt: skip
         if state.ctx.greedy or not self._sample:
-            return torch.where(active, scores.argmax(-1), 0), None
+            return torch.where(active, scores.max(-1).indices, 0), None
         law = scores.softmax(-1)
         # What is no law is NaN throughout. Another one is as exact, and to look whether it is needed would be to wait for the device.
         sure = torch.nn.functional.pad(torch.ones_like(law[:1, :1]), (0, law.shape[1] - 1))

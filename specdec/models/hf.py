@@ -165,18 +165,20 @@ causal_target.register(PreTrainedModel, HFTarget)
 
 
 @copy_cache.register(Cache)
-def _(cache: Cache, mask: Bool[Tensor, "B L"] | None) -> FullCache:
+def _(cache: Cache, mask: Bool[Tensor, "B L"] | None, name: str) -> FullCache:
     other = sorted({type(layer).__name__ for layer in cache.layers if type(layer) is not DynamicLayer})
     held = cache.get_seq_length()
     if other or not held:
         raise ValueError(
-            f"session: {type(cache).__name__} {'has layers of ' + ', '.join(other) if other else 'is empty'}; allowed is a DynamicCache of "
-            "full attention that holds the beginning of input_ids; otherwise leave session out"
+            f"{name}: {type(cache).__name__} {'has layers of ' + ', '.join(other) if other else 'is empty'}; allowed is a DynamicCache of "
+            f"full attention that holds the beginning of input_ids; otherwise leave {name} out"
         )
     layers: list[Any] = cache.layers
     batch = len(layers[0].keys)
-    if mask is not None and (len(mask) != batch or mask.shape[1] < held):
-        raise ValueError(f"session: the cache holds {held} tokens of {batch} rows, attention_mask is {list(mask.shape)}")
+    if mask is not None and len(mask) != batch:
+        raise ValueError(f"{name}: the cache holds {batch} rows, input_ids have {len(mask)}")
+    if mask is not None and mask.shape[1] < held:
+        raise ValueError(f"{name}: it holds {held} tokens, input_ids only {mask.shape[1]}; give the whole text, of which it holds a beginning")
     real = torch.ones(batch, held, dtype=torch.bool) if mask is None else mask[:, :held].cpu()
     path, copied = torch.argsort(real.int(), dim=1, descending=True, stable=True), FullCache(batch)
     copied.open(held)
