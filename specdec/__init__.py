@@ -6,7 +6,7 @@ from .base import Acceptor, Context, ContextDrafter, Drafter, Planner, Verifier
 from .custom import custom_generate
 from .drafters import EarlyExitDrafter, ModelDrafter, NGramDrafter, NullDrafter
 from .generation import Generation, generate, stream
-from .planning import FixedPlanner
+from .planning import AdaptivePlanner, FixedPlanner
 from .session import Session
 from .stats import Stats
 from .tree import chain
@@ -16,9 +16,9 @@ from .verifiers import SequentialVerifier, TreeVerifier
 __version__ = "0.1.0"
 
 __all__ = [
-    "Acceptance", "Acceptor", "Budget", "Commit", "Context", "ContextDrafter", "CoupledAcceptor", "DraftTree", "Drafter", "Draws",
-    "EarlyExitDrafter", "Features", "FixedPlanner", "Generation", "GreedyAcceptor", "Kind", "MatchAcceptor", "ModelDrafter",
-    "NGramDrafter", "NullDrafter", "Planner", "RejectionAcceptor", "Round", "Scores", "SequentialVerifier", "Session", "Stats",
-    "TargetFacts", "TreeVerifier", "Verification", "Verifier",
+    "Acceptance", "Acceptor", "AdaptivePlanner", "Budget", "Commit", "Context", "ContextDrafter", "CoupledAcceptor", "DraftTree",
+    "Drafter", "Draws", "EarlyExitDrafter", "Features", "FixedPlanner", "Generation", "GreedyAcceptor", "Kind", "MatchAcceptor",
+    "ModelDrafter", "NGramDrafter", "NullDrafter", "Planner", "RejectionAcceptor", "Round", "Scores", "SequentialVerifier", "Session",
+    "Stats", "TargetFacts", "TreeVerifier", "Verification", "Verifier",
     "chain", "custom_generate", "generate", "models", "stream", "testing", "tree",
 ]  # fmt: skip

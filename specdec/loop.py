@@ -15,8 +15,8 @@ from .options import Options
 from .ragged import Ragged
 from .rng import Rng
 from .session import Session
-from .tree import acceptable, check, evidence
-from .types import PAD, Acceptance, Budget, DraftTree, Draws, Int64, Round, Verification
+from .tree import check, evidence
+from .types import PAD, Acceptance, Budget, DraftTree, Draws, Float, Int64, Round, Verification
 from .warp import invalid
 
 __all__ = ["decode"]
@@ -98,7 +98,7 @@ def decode(verifier: Verifier, prompts: Sequence[Int64[Tensor, " _"]], options: 
             verification = Verification(scores=processed, best=best, features=scores.features, logits=scores.logits)
             there = drafted.to(facts.device)
             acceptance = acceptor.accept(there, verification, source)
-            tree, decided, known = _read(drafted, there, verification, acceptance)
+            tree, decided, kept, known = _read(drafted, there, verification, acceptance)
             if drafted.tokens.device.type != "cpu":
                 _fits(tree, pending, budget, drafter, facts.vocab_size, known)
             clock.stop("accept")
@@ -135,7 +135,7 @@ def decode(verifier: Verifier, prompts: Sequence[Int64[Tensor, " _"]], options: 
                 keep(going)
             prefilled = 0
             clock.stop("other")
-        yield done if keep_all else _slim(done)
+        yield done if keep_all else _slim(done, kept)
         clock.skip()
         if not going:
             return
@@ -202,45 +202,44 @@ class _Decision:
 
 
 def _read(drafted: DraftTree, there: DraftTree, verification: Verification,
-          acceptance: Acceptance) -> tuple[DraftTree, list[_Decision], Tensor | None]:  # fmt: skip
-    """Bring the round's outcome to the host in a single transfer, which is the only wait for the device in a round: what was decided,
-    and the tree and the `evidence` of its laws where they were not on the host before."""
+          acceptance: Acceptance) -> tuple[DraftTree, list[_Decision], Float[Tensor, "B D V"], Tensor | None]:  # fmt: skip
+    """Bring the round's outcome to the host in a single transfer, which is the only wait for the device in a round.
+
+    Returns:
+        The tree on the host; what was decided; the scores after the accepted nodes, where they are; and the `evidence` of the tree's
+        laws if it was not on the host before.
+    """
     count, remote = acceptance.count, drafted.tokens.device.type != "cpu"
     # Where reading costs nothing, no law is normalised that is not needed.
     width = min(int(count.max()) if count.device.type == "cpu" else there.height + 1, acceptance.path.shape[1])
     path = acceptance.path[:, :width]
-    node, last = path.clamp_min(0), count[:, None] - 1
+    node = path.clamp_min(0)
     after = torch.nn.functional.pad(there.tokens.gather(1, node)[:, 1:], (0, 1))
-    tokens = after.scatter(1, last, acceptance.next_token[:, None])
-    batch = torch.arange(len(node), device=node.device)[:, None]
-    logp = verification.scores[batch, node].log_softmax(-1)
-    scores, broken = logp.gather(-1, tokens[..., None])[..., 0], invalid(logp)
-    more = ((there.parents == node.gather(1, last)) & acceptable(there)).any(-1, keepdim=True)
+    tokens = after.scatter(1, count[:, None] - 1, acceptance.next_token[:, None])
+    scores = verification.scores[torch.arange(len(node), device=node.device)[:, None], node]
+    logp = scores.log_softmax(-1)
     known = evidence(there) if remote else None
-    parts = [count[:, None], more, path, tokens, broken, scores]
+    parts = [count[:, None], path, tokens, invalid(logp), logp.gather(-1, tokens[..., None])[..., 0]]
     if remote:
         draws = there.draws
         parts += [there.tokens, there.parents, draws.node, draws.kind, draws.law, *([] if known is None else [known.flatten(1)])]
     packed = torch.cat([part.double() for part in parts], 1).cpu().split([part.shape[1] for part in parts], 1)
+    tree = drafted
+    if remote:
+        known = None if known is None else packed[10].unflatten(1, (-1, 3))
+        words, parents, at, kind, law = (part.long() for part in packed[5:10])
+        tree = replace(there, tokens=words, parents=parents, draws=Draws(at, kind, law, draws.kinds))
+    columns = [packed[0].int().tolist(), *(part.long().tolist() for part in packed[1:3]), packed[3].tolist(), packed[4].tolist()]
     decisions = []
-    columns = [part.tolist() for part in packed[:6]]
-    for (n,), (going,), nodes, new, bad, row in zip(*columns, strict=True):
-        n = int(n)
-        sound = bad.index(1) if 1 in bad[:n] else n
-        decisions.append(_Decision([int(x) for x in nodes], [int(x) for x in new[:n]], row[:n], n - 1, n - 1 + int(going), sound))
-    if not remote:
-        return drafted, decisions, None
-    tokens, parents, at, kind, law = (part.long() for part in packed[6:11])
-    tree = replace(there, tokens=tokens, parents=parents, draws=Draws(at, kind, law, there.draws.kinds))
-    return tree, decisions, None if known is None else packed[11].unflatten(1, (-1, 3))
+    for (n,), nodes, new, bad, row, parents, drawn in zip(*columns, tree.parents.tolist(), tree.draws.node.tolist(), strict=True):
+        going = any(at > 0 and parents[at] == nodes[n - 1] for at in drawn)
+        decisions.append(_Decision(nodes, new[:n], row[:n], n - 1, n - 1 + going, bad.index(1) if 1 in bad[:n] else n))
+    return tree, decisions, scores, known
 
 
-def _slim(done: Round) -> Round:
+def _slim(done: Round, scores: Float[Tensor, "B D V"]) -> Round:
     """The round with the laws of its emitted tokens alone: row j is the law that emitted token j was drawn from."""
-    longest = max(map(len, done.emitted))
-    node = done.acceptance.path[:, :longest].clamp_min(0)
-    batch = torch.arange(len(node), device=node.device)[:, None]
-    rows = done.verification.scores[batch, node]
+    rows = scores[:, : max(map(len, done.emitted))]
     return replace(
         done, verification=Verification(scores=rows), commit=replace(done.commit, features=None), tree=replace(done.tree, laws=None)
     )

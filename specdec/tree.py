@@ -27,17 +27,15 @@ def depths(parents: Int64[Tensor, "B N"]) -> Int64[Tensor, "B N"]:
 def ancestors(parents: Int64[Tensor, "B N"]) -> Bool[Tensor, "B N N"]:
     """`[b, i, j]`: node j is node i or lies above it. This is the mask of tree attention; padding sees itself alone."""
     batch, nodes = parents.shape
-    step = torch.eye(nodes, dtype=torch.bool, device=parents.device).repeat(batch, 1, 1)
-    parent = parents.clamp_min(0)[..., None].expand(-1, -1, nodes)
-    has_parent = (parents >= 0)[..., None]
-    reach, hop = step, 1
+    # What has no parent is its own: going up from there changes nothing.
+    above = torch.where(parents >= 0, parents, torch.arange(nodes, device=parents.device))
+    reach = torch.eye(nodes, dtype=torch.bool, device=parents.device).expand(batch, -1, -1)
+    generations = 1
     # Pointer doubling: after k steps `reach` holds 2^k generations, so the work is log N gathers, not N.
-    while hop < nodes:
-        above = reach.gather(1, parent) & has_parent
-        reach = reach | above
-        has_parent = has_parent & has_parent.gather(1, parent[..., :1])
-        parent = parent.gather(1, parent)
-        hop *= 2
+    while generations < nodes:
+        reach = reach | reach.gather(1, above[..., None].expand(-1, -1, nodes))
+        above = above.gather(1, above)
+        generations *= 2
     return reach
 
 

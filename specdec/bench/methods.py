@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from ..base import Drafter
-from ..drafters import NGramDrafter, NullDrafter
+from ..base import Drafter, Planner
+from ..drafters import ModelDrafter, NGramDrafter, NullDrafter
 from ..generation import generate
 from ..models import load
-from ..planning import FixedPlanner
+from ..planning import AdaptivePlanner, FixedPlanner
 
 __all__ = ["METHODS", "Decoded", "Method", "Setup", "make_methods", "read_names"]
 
@@ -79,9 +79,9 @@ def make_methods(names: Sequence[str], setup: Setup) -> dict[str, Method]:
 # --------------------------------------------------------------------------------------------------------------------- ours
 
 
-def _drafted(setup: Setup, drafter: Drafter) -> Method:
+def _drafted(setup: Setup, drafter: Drafter, planner: Planner | None = None) -> Method:
     """`specdec.generate` with this drafter and the best lossless rule for it."""
-    planner = FixedPlanner(setup.num_draft)
+    planner = planner or FixedPlanner(setup.num_draft)
 
     def decode(prompts: Sequence[list[int]], seeds: Sequence[int]) -> Decoded:
         done = generate(setup.model, prompts, drafter=drafter, planner=planner, seed=seeds, **setup.options)
@@ -95,12 +95,10 @@ def _plain(setup: Setup) -> Method:
 
 
 def _ngram(setup: Setup) -> Method:
-    return _drafted(setup, NGramDrafter())
+    return _drafted(setup, NGramDrafter(), AdaptivePlanner(setup.num_draft))
 
 
 def _draft(setup: Setup) -> Method:
-    from ..drafters.model import ModelDrafter
-
     if setup.draft_model is None:
         raise ValueError("draft: which model drafts? Give draft_model (--draft-model NAME), a smaller model with the same vocabulary")
     model, tokenizer = load(setup.draft_model, dtype=setup.model.dtype, device=setup.model.device)

@@ -178,7 +178,9 @@ def _(cache: Cache, mask: Bool[Tensor, "B L"] | None, name: str) -> FullCache:
     if mask is not None and len(mask) != batch:
         raise ValueError(f"{name}: the cache holds {batch} rows, input_ids have {len(mask)}")
     if mask is not None and mask.shape[1] < held:
-        raise ValueError(f"{name}: it holds {held} tokens, input_ids only {mask.shape[1]}; give the whole text, of which it holds a beginning")
+        raise ValueError(
+            f"{name}: it holds {held} tokens, input_ids only {mask.shape[1]}; give the whole text, of which it holds a beginning"
+        )
     real = torch.ones(batch, held, dtype=torch.bool) if mask is None else mask[:, :held].cpu()
     path, copied = torch.argsort(real.int(), dim=1, descending=True, stable=True), FullCache(batch)
     copied.open(held)
