@@ -16,7 +16,7 @@ from .ragged import Ragged
 from .rng import Rng
 from .session import Session
 from .tree import check, evidence
-from .types import PAD, Acceptance, Budget, DraftTree, Draws, Float, Int64, Round, Verification
+from .types import PAD, Acceptance, Budget, DraftTree, Draws, Float, Int64, Round, Verification, sent
 from .warp import invalid
 
 __all__ = ["decode"]
@@ -98,8 +98,9 @@ def decode(verifier: Verifier, prompts: Sequence[Int64[Tensor, " _"]], options: 
             verification = Verification(scores=processed, best=best, features=scores.features, logits=scores.logits)
             there = drafted.to(facts.device)
             acceptance = acceptor.accept(there, verification, source)
-            tree, decided, kept, known = _read(drafted, there, verification, acceptance)
-            if drafted.tokens.device.type != "cpu":
+            remote = drafted.tokens.device.type != "cpu"
+            tree, decided, kept, known = _read(there if remote else drafted, verification, acceptance, remote=remote)
+            if remote:
                 _fits(tree, pending, budget, drafter, facts.vocab_size, known)
             clock.stop("accept")
             # The cut comes before the commit, so that ids, scores, text and cache agree.
@@ -184,7 +185,7 @@ def _without(tree: DraftTree, reasons: Sequence[str | None]) -> DraftTree:
     """The tree without the rows that have ended: a processor must not be asked what follows."""
     if not any(reasons):
         return tree
-    over = torch.tensor([reason is not None for reason in reasons], device=tree.parents.device)
+    over = sent([reason is not None for reason in reasons], tree.parents.device)
     return DraftTree(tree.tokens, torch.where(over[:, None], PAD, tree.parents))
 
 
@@ -201,34 +202,36 @@ class _Decision:
     """How many of the tokens, from the first on, came from a law that is one."""
 
 
-def _read(drafted: DraftTree, there: DraftTree, verification: Verification,
-          acceptance: Acceptance) -> tuple[DraftTree, list[_Decision], Float[Tensor, "B D V"], Tensor | None]:  # fmt: skip
+def _read(tree: DraftTree, verification: Verification, acceptance: Acceptance, *,
+          remote: bool) -> tuple[DraftTree, list[_Decision], Float[Tensor, "B D V"], Tensor | None]:  # fmt: skip
     """Bring the round's outcome to the host in a single transfer, which is the only wait for the device in a round.
+
+    Args:
+        remote: whether the tree lies on the device, and comes along.
 
     Returns:
         The tree on the host; what was decided; the scores after the accepted nodes, where they are; and the `evidence` of the tree's
         laws if it was not on the host before.
     """
-    count, remote = acceptance.count, drafted.tokens.device.type != "cpu"
+    count = acceptance.count
     # Where reading costs nothing, no law is normalised that is not needed.
-    width = min(int(count.max()) if count.device.type == "cpu" else there.height + 1, acceptance.path.shape[1])
+    width = min(int(count.max()) if count.device.type == "cpu" else tree.height + 1, acceptance.path.shape[1])
     path = acceptance.path[:, :width]
     node = path.clamp_min(0)
-    after = torch.nn.functional.pad(there.tokens.gather(1, node)[:, 1:], (0, 1))
+    after = torch.nn.functional.pad(sent(tree.tokens, node.device).gather(1, node)[:, 1:], (0, 1))
     tokens = after.scatter(1, count[:, None] - 1, acceptance.next_token[:, None])
     scores = verification.scores[torch.arange(len(node), device=node.device)[:, None], node]
     logp = scores.log_softmax(-1)
-    known = evidence(there) if remote else None
+    known = evidence(tree) if remote else None
     parts = [count[:, None], path, tokens, invalid(logp), logp.gather(-1, tokens[..., None])[..., 0]]
     if remote:
-        draws = there.draws
-        parts += [there.tokens, there.parents, draws.node, draws.kind, draws.law, *([] if known is None else [known.flatten(1)])]
+        draws = tree.draws
+        parts += [tree.tokens, tree.parents, draws.node, draws.kind, draws.law, *([] if known is None else [known.flatten(1)])]
     packed = torch.cat([part.double() for part in parts], 1).cpu().split([part.shape[1] for part in parts], 1)
-    tree = drafted
     if remote:
         known = None if known is None else packed[10].unflatten(1, (-1, 3))
         words, parents, at, kind, law = (part.long() for part in packed[5:10])
-        tree = replace(there, tokens=words, parents=parents, draws=Draws(at, kind, law, draws.kinds))
+        tree = replace(tree, tokens=words, parents=parents, draws=Draws(at, kind, law, tree.draws.kinds))
     columns = [packed[0].int().tolist(), *(part.long().tolist() for part in packed[1:3]), packed[3].tolist(), packed[4].tolist()]
     decisions = []
     for (n,), nodes, new, bad, row, parents, drawn in zip(*columns, tree.parents.tolist(), tree.draws.node.tolist(), strict=True):

@@ -17,7 +17,7 @@ from typing import Any, no_type_check
 import torch
 from torch import Tensor
 
-from .types import Bool, Float, Int64
+from .types import Bool, Float, Int64, sent
 
 __all__ = ["CounterRng", "Purpose", "Rng", "Source", "derive_seeds", "uniform"]
 
@@ -126,8 +126,8 @@ class CounterRng(Rng):
         self.seeds = [_wrap(s) for s in seeds]
 
     def round(self, rows: Sequence[int], positions: Sequence[int], device: torch.device) -> CounterSource:
-        seed = torch.tensor([self.seeds[row] for row in rows], dtype=torch.int64, device=device)
-        return CounterSource(seed, torch.tensor(list(positions), dtype=torch.int64, device=device))
+        seed = sent([self.seeds[row] for row in rows], device, torch.int64)
+        return CounterSource(seed, sent(list(positions), device, torch.int64))
 
 
 class CounterSource(Source):

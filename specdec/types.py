@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import cached_property
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -30,13 +30,19 @@ else:
 
 __all__ = [
     "Acceptance", "Bool", "Budget", "Commit", "DraftTree", "Draws", "Features", "Float", "Int64", "Kind", "NO_FEATURES",
-    "PAD", "ROOT", "Round", "Scores", "TargetFacts", "Verification",
+    "PAD", "ROOT", "Round", "Scores", "TargetFacts", "Verification", "sent",
 ]  # fmt: skip
 
 ROOT = -1
 """Parent of node 0."""
 PAD = -2
 """Parent of a slot that holds no node."""
+
+
+def sent(data: Tensor | Sequence[Any], device: torch.device | str, dtype: torch.dtype | None = None) -> Tensor:
+    """The data on a device, whose queue is not waited for; on the CPU, where it may be read at once, when it has arrived."""
+    tensor = data if isinstance(data, Tensor) else torch.tensor(data, dtype=dtype, device="cpu")
+    return tensor.to(device, non_blocking=torch.device(device).type != "cpu")
 
 
 class Kind(IntEnum):
@@ -105,13 +111,9 @@ class DraftTree:
         """The same tree on another device; itself if it is there already."""
         if self.tokens.device == torch.device(device):
             return self
-        # what goes to the CPU is read there at once, so it has to have arrived
-        wait = torch.device(device).type == "cpu"
-        move = lambda tensor: tensor.to(device, non_blocking=not wait)  # noqa: E731
-        draws = self.draws
-        moved = Draws(move(draws.node), move(draws.kind), move(draws.law), draws.kinds)
-        laws = None if self.laws is None else move(self.laws)
-        return replace(self, tokens=move(self.tokens), parents=move(self.parents), draws=moved, laws=laws)
+        draws, laws = self.draws, None if self.laws is None else sent(self.laws, device)
+        moved = Draws(sent(draws.node, device), sent(draws.kind, device), sent(draws.law, device), draws.kinds)
+        return replace(self, tokens=sent(self.tokens, device), parents=sent(self.parents, device), draws=moved, laws=laws)
 
 
 @dataclass(frozen=True)

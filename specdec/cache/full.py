@@ -15,7 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ..types import Bool, Float, Int64
+from ..types import Bool, Float, Int64, sent
 
 __all__ = ["FullCache"]
 
@@ -80,7 +80,7 @@ class FullCache:
     def mask(self, tree_mask: Bool[Tensor, "B T T"]) -> Bool[Tensor, "B 1 T slots"]:
         """What each node of the open pass may attend to: its own row's committed slots, and nodes as `tree_mask` says."""
         nodes, device = tree_mask.shape[1], tree_mask.device
-        lengths = torch.tensor(self.lengths, device=device)
+        lengths = sent(self.lengths, device)
         committed = torch.arange(self.start, device=device) < lengths[:, None]
         return torch.cat([committed[:, None].expand(-1, nodes, -1), tree_mask], dim=-1)[:, None]
 
@@ -136,7 +136,7 @@ class FullCache:
         placed: dict[torch.device, Int64[Tensor, "3 R"]] = {}
         for buffer in (tensor for pair in self._layers.values() for tensor in pair):
             if buffer.device not in placed:
-                placed[buffer.device] = moves.to(buffer.device)
+                placed[buffer.device] = sent(moves, buffer.device)
             row, source, target = placed[buffer.device]
             # Indexing copies before anything is written, so a slot that is both source and target is safe.
             buffer[row, :, target] = buffer[row, :, source]

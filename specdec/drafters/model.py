@@ -14,7 +14,7 @@ from ..cache import FullCache, causal_target
 from ..ragged import Ragged
 from ..rng import Purpose, Source
 from ..tree import root_only
-from ..types import PAD, ROOT, Bool, Budget, Commit, DraftTree, Draws, Float, Int64, Kind, Round
+from ..types import PAD, ROOT, Bool, Budget, Commit, DraftTree, Draws, Float, Int64, Kind, Round, sent
 from ..warp import Warper, WarpState
 
 __all__ = ["ModelDrafter"]
@@ -109,7 +109,7 @@ class ModelDrafter(Drafter):
             scores = self._scores(state, text, logits, wanted, step)
             if step >= max(wanted):  # the processors ended every draft
                 break
-            active = torch.tensor([n > step for n in wanted], device=scores.device)
+            active = sent([n > step for n in wanted], scores.device)
             token, law = self._draw(state, scores, source, step, active)
             tokens.append(token)
             laws += [] if law is None else [law]
@@ -167,8 +167,8 @@ class ModelDrafter(Drafter):
             positions = positions.clamp_max(facts.max_positions - 1)
         tokens = torch.where(tokens < facts.vocab_size, tokens, 0)
         cache.open(width)
-        mask = None if cache.aligned else cache.mask((steps <= steps[:, None]).expand(batch, -1, -1).to(facts.device))
-        found, _ = self._model.forward(tokens.to(facts.device), positions.to(facts.device), mask, cache, logits=logits)
+        mask = None if cache.aligned else cache.mask(sent((steps <= steps[:, None]).expand(batch, -1, -1), facts.device))
+        found, _ = self._model.forward(sent(tokens, facts.device), sent(positions, facts.device), mask, cache, logits=logits)
         cache.commit(steps.expand(batch, -1), counts)
         return found
 
@@ -193,7 +193,7 @@ class ModelDrafter(Drafter):
                         fitted = self._fit(state, logits[row, i])
                         _, state.warp[row] = self._show(state, state.warp[row], text, row, start + i, fitted)
             if not far:
-                last = torch.tensor(count, device=logits.device)[:, None, None] - 1
+                last = sent(count, logits.device)[:, None, None] - 1
                 return logits.gather(1, last.clamp_min(0).expand(-1, -1, logits.shape[-1]))[:, 0]
 
     # ------------------------------------------------------------------------------------------------------ from logits to draws
@@ -273,11 +273,11 @@ def _chain(pending: Int64[Tensor, " B"], tokens: Sequence[Int64[Tensor, " B"]], 
     """`specdec.tree.chain` for tokens that lie on a device and stay there."""
     device, step = tokens[0].device, torch.arange(len(tokens), device="cpu")
     real = step < torch.tensor(lengths, device="cpu")[:, None]
-    parents = torch.nn.functional.pad(torch.where(real, step, PAD), (1, 0), value=ROOT).to(device)
-    drafted = torch.stack([pending.to(device), *tokens], 1)
+    parents = sent(torch.nn.functional.pad(torch.where(real, step, PAD), (1, 0), value=ROOT), device)
+    drafted = torch.stack([sent(pending, device), *tokens], 1)
     if not laws:
         return DraftTree(drafted, parents)
-    law = torch.where(real, step, -1).to(device)
+    law = sent(torch.where(real, step, -1), device)
     draws = Draws(torch.where(law < 0, -1, law + 1), torch.full_like(law, Kind.IID), law, frozenset({Kind.IID}))
     return DraftTree(drafted, parents, draws, torch.stack(list(laws), 1))
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from ..base import Context, Verifier
 from ..cache import CausalTarget, FullCache
 from ..tree import ancestors
-from ..types import Commit, DraftTree, Float, Int64, Scores, TargetFacts
+from ..types import Commit, DraftTree, Float, Int64, Scores, TargetFacts, sent
 
 __all__ = ["TreeVerifier"]
 
@@ -64,7 +64,7 @@ class TreeVerifier(Verifier):
         there = tree.to(self.facts.device)
         nodes = there.tokens.shape[1]
         seen = ancestors(there.parents)
-        positions = torch.tensor(state.cache.lengths, device=seen.device)[:, None] + seen.sum(-1) - 1
+        positions = sent(state.cache.lengths, seen.device)[:, None] + seen.sum(-1) - 1
         state.cache.open(nodes)
         mask = None if nodes == 1 and state.cache.aligned else state.cache.mask(seen)
         logits, features = self._target.forward(there.tokens, positions, mask, state.cache, logits=True, layers=state.layers)
@@ -76,9 +76,9 @@ class TreeVerifier(Verifier):
             raise RuntimeError("commit: there is no verified tree; call verify first, and commit it at most once")
         state.cache.commit(path, count)
         tokens, features, node = state.tree.tokens, state.features, path.clamp_min(0)
-        tokens = tokens.gather(1, node.to(tokens.device))
+        tokens = tokens.gather(1, sent(node, tokens.device))
         if features is not None:
-            features = features.gather(1, node.to(features.device)[..., None].expand(-1, -1, features.shape[-1]))
+            features = features.gather(1, sent(node, features.device)[..., None].expand(-1, -1, features.shape[-1]))
         state.tree = state.features = None
         return Commit(tokens, count, features)
 
