@@ -208,3 +208,10 @@ def test_the_common_path_does_not_touch_the_context() -> None:
 
     scan = inspect.unwrap(Ends.scan)  # without the shapes' checks
     assert scan(ends([9], 5000, 6000), 0, Untouchable(), [1, 9, 2]) == (2, "eos")  # type: ignore[arg-type]
+
+
+def test_rows_that_begin_with_padding_have_a_context_of_their_own() -> None:
+    here = Ends(eos=frozenset(), limits=[20, 20, 11], context=[10, 13, 13])
+    assert [here.room(row, 9) for row in range(3)] == [1, 4, 2]
+    assert [here.scan(row, torch.zeros(9, dtype=torch.int64), [1] * 6) for row in range(3)] == [
+        (1, "context"), (4, "context"), (2, "length")]  # fmt: skip
