@@ -77,9 +77,9 @@ class Drafter(ABC):
     def select(self, state: State, rows: Sequence[int]) -> State:
         """The state with these rows, in this order; rows left out are gone for good."""
 
-    def resume(self, state: State, ctx: Context) -> State | None:
-        """The state of an earlier call, ready for another that goes on with the same text under new options. By default `None`:
-        a new state is begun and shown the tokens again, which a drafter that needs features of the target can't do without."""
+    def resume(self, state: State, ctx: Context, keep: Sequence[int]) -> State | None:
+        """The state of an earlier call for one that goes on with the first `keep` committed tokens of each row, under new options.
+        `None`, as here, if that can't be: a new state is begun and shown the tokens again, without features of the target."""
         return None
 
 
@@ -132,8 +132,8 @@ class ContextDrafter(Drafter):
         return state.select(rows)
 
     @final
-    def resume(self, state: Ragged, ctx: Context) -> Ragged:
-        return state
+    def resume(self, state: Ragged, ctx: Context, keep: Sequence[int]) -> Ragged:
+        return Ragged(state.ids, list(keep))
 
 
 class Verifier(ABC):

@@ -48,8 +48,8 @@ class Generation:
     """"eos", "stop" (a stop string), "criteria" (a stopping criterion of the caller), "length" or "context" (the target's limit)."""
     stats: Stats
     session: Session | None
-    """The target's cache, the drafter's state and all tokens, to be passed to the next turn. `None` for a batch of several rows to which
-    none was passed: of those, rows that end leave their cache."""
+    """The target's cache, the drafter's state and all tokens, to be passed to the next turn. It keeps the cache alive: `session.close()`
+    lets go of it. `None` for a batch of several rows to which none was passed: of those, rows that end leave their cache."""
     seeds: list[int]
     """The seeds used, one per row: passed as `seed` they give the same text again."""
     rounds: list[Round] | None = None
@@ -129,7 +129,7 @@ def generate(model: Any, input_ids: Any, *, drafter: Any, streamer: Streamer | N
     texts = [torch.tensor(n, dtype=torch.int64, device=device) for n in new]
     scores = [torch.tensor(s, dtype=torch.float64, device="cpu") for s in logprobs]
     kept = rounds if return_rounds else None
-    session = call.session if call.session is not None and call.session.ids else None
+    session = call.session if call.session is not None and call.session.begun else None
     return Generation(sequences.to(device), lengths.to(device), texts, scores, reasons, stats, session, call.seeds, kept)
 
 
@@ -157,7 +157,7 @@ class _Call:
         self.seeds = derive_seeds(seed, len(self.prompts))
         self.model = model if verifier is None else verifier
         if session is not None and not isinstance(session, Session):
-            mask = None if attention_mask is None else torch.as_tensor(attention_mask) == 1
+            mask = None if attention_mask is None else torch.atleast_2d(torch.as_tensor(attention_mask)) == 1
             session = Session.around(session, mask, self.prompts, model=self.model, verifier=self.verifier)
         # Of a single row no more than what is there anyway is kept.
         self.session = Session() if session is None and len(self.prompts) == 1 else session

@@ -51,12 +51,12 @@ def decode(verifier: Verifier, prompts: Sequence[Int64[Tensor, " _"]], options: 
     reasons = [ends.why_not(i, length) for i, length in enumerate(shown.lengths)]
     if None not in reasons:
         return
-    first = [length - n for length, n in zip(shown.lengths, skip, strict=True)]
+    call, warp, plan = object(), options.warper.begin(), planner.begin(ctx)
     if session is None:
         read, *states = [0] * len(rows), verifier.begin(ctx), drafter.begin(ctx)
-    else:
-        read, *states = session.resume(model, verifier, drafter, ctx, shown.behind(skip))
-    states, warp = [*states, planner.begin(ctx)], options.warper.begin()
+    else:  # last of all, so that what is refused before leaves it as it was
+        read, *states = session.resume(call, model, verifier, drafter, ctx, shown.behind(skip))
+    states.append(plan)
 
     def keep(which: list[int]) -> None:
         nonlocal states, warp, shown, rows, skip, reasons
@@ -74,7 +74,7 @@ def decode(verifier: Verifier, prompts: Sequence[Int64[Tensor, " _"]], options: 
     while True:
         with torch.no_grad():
             if session is not None:
-                session.leave()
+                session.leave(call)
             lengths = [length - n for length, n in zip(shown.lengths, skip, strict=True)]
             room = [ends.room(row, length) - 1 for row, length in zip(rows, shown.lengths, strict=True)]
             room = [0 if reason else n for n, reason in zip(room, reasons, strict=True)]
@@ -88,8 +88,13 @@ def decode(verifier: Verifier, prompts: Sequence[Int64[Tensor, " _"]], options: 
             pending = shown.last()
             clock.stop("other")
             drafted = drafter.propose(states[1], pending, budget, source)
-            if drafted.tokens.device.type == "cpu":
+            remote = drafted.tokens.device.type != "cpu"
+            if not remote:
                 _fits(drafted, pending, budget, drafter, facts.vocab_size, None)
+            elif drafted.tokens.shape[1] > 1 + int(budget.nodes.max()):  # the rest can be seen when it is read
+                raise ValueError(
+                    f"tree: it has {drafted.tokens.shape[1]} nodes, more than the budget of {budget.nodes.tolist()} and the root"
+                )
             clock.stop("draft")
             scores = verifier.verify(states[0], drafted)
             clock.stop("verify")
@@ -98,7 +103,6 @@ def decode(verifier: Verifier, prompts: Sequence[Int64[Tensor, " _"]], options: 
             verification = Verification(scores=processed, best=best, features=scores.features, logits=scores.logits)
             there = drafted.to(facts.device)
             acceptance = acceptor.accept(there, verification, source)
-            remote = drafted.tokens.device.type != "cpu"
             tree, decided, kept, known = _read(there if remote else drafted, verification, acceptance, remote=remote)
             if remote:
                 _fits(tree, pending, budget, drafter, facts.vocab_size, known)
@@ -124,18 +128,19 @@ def decode(verifier: Verifier, prompts: Sequence[Int64[Tensor, " _"]], options: 
                 logprobs=tuple(tuple(d.logprobs[: len(e)]) for d, e in zip(decided, emitted, strict=True)),
                 accepted=tuple(min(len(e), d.accepted) for d, e in zip(decided, emitted, strict=True)),
                 attempted=tuple(min(d.attempted, len(e)) for d, e in zip(decided, emitted, strict=True)),
-                finish_reason=tuple(reasons), seconds=clock.read(), prefilled=prefilled,
+                finish_reason=tuple(reasons), seconds=clock.so_far(), prefilled=prefilled,
             )  # fmt: skip
             states[1] = drafter.observe(states[1], done.commit, done)
             clock.stop("draft")
             states[2] = planner.observe(states[2], done)
             if session is not None:
-                session.save(model, drafter, first, shown.behind(skip), states)
+                session.save(model, drafter, shown, skip, states)
             going = [i for i, reason in enumerate(reasons) if reason is None]
             if session is None and 0 < len(going) < len(rows):
                 keep(going)
             prefilled = 0
             clock.stop("other")
+            done = replace(done, seconds=clock.read())
         yield done if keep_all else _slim(done, kept)
         clock.skip()
         if not going:
@@ -263,6 +268,9 @@ class _Clock:
     def skip(self) -> None:
         """Forget what passed since the last stop: the caller's own time."""
         self._last = perf_counter()
+
+    def so_far(self) -> dict[str, float]:
+        return dict(self._seconds)
 
     def read(self) -> dict[str, float]:
         seconds, self._seconds = self._seconds, {}

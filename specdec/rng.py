@@ -99,6 +99,7 @@ def derive_seeds(seed: Any, batch: int) -> list[int]:
     if seed is None:
         return [secrets.randbits(63) for _ in range(batch)]
     try:
+        seed = seed.tolist() if isinstance(seed, Tensor) else seed
         seeds = [index(one) for one in seed] if isinstance(seed, Iterable) else index(seed)
     except TypeError:
         raise TypeError(f"seed: got {seed!r}; give one integer, or one per row") from None

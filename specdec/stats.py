@@ -11,6 +11,7 @@ from .types import Round
 
 __all__ = ["PHASES", "Stats"]
 
+# By the host's clock. What a CUDA device is given runs behind it and is waited for where its outcome is read, in "accept".
 PHASES = ("prefill", "draft", "verify", "accept", "commit", "other")
 
 

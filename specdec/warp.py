@@ -145,6 +145,11 @@ class WarpState:
         """The row of the call that each current row is."""
         return [row.index for row in self.each]
 
+    @property
+    def faulty(self) -> list[bool]:
+        """Of each row, whether a processor raised in the latest pass, of which nothing was committed yet."""
+        return [bool(row.faults) for row in self.each]
+
 
 @dataclass
 class _Node:
@@ -152,6 +157,8 @@ class _Node:
     node: int
     ids: Int64[Tensor, " L"]
     processors: list[Processor]
+    certain: bool
+    """Whether plain decoding comes here too, and raises if a processor does."""
     fault: Exception | None = None
 
 
@@ -180,6 +187,8 @@ class Warper:
         """Whether ids play no part."""
         self.walks = bool(kinds & {_Kind.WALK, _Kind.BOUND})
         """Whether some processor is walked, which costs a read from the device per level of the tree."""
+        self.remembers = _Kind.WALK in kinds
+        """Whether some processor has to be shown every token, in order."""
 
     def begin(self) -> WarpState:
         """A state at the beginning of the call. TypeError if a processor with memory cannot be copied."""
@@ -196,13 +205,15 @@ class Warper:
 
     def fork(self, state: WarpState) -> WarpState:
         """A state of its own that stands where this one does: what is committed to one is not to the other."""
-        return WarpState([_Row(row.index, _fork(row.own)) for row in state.each])
+        # The same objects serve both: a row's own processors with memory are never called, copies of them are.
+        return WarpState([_Row(row.index, row.own) for row in state.each])
 
     def __call__(self, state: WarpState, logits: Float[Tensor, "B N V"], tree: DraftTree, history: Ragged) -> Float[Tensor, "B N V"]:
         """The law after every node, as log-probabilities; see `scores`."""
         return self.scores(state, logits, tree, history).log_softmax(-1)
 
-    def scores(self, state: WarpState, logits: Float[Tensor, "B N V"], tree: DraftTree, history: Ragged) -> Float[Tensor, "B N V"]:
+    def scores(self, state: WarpState, logits: Float[Tensor, "B N V"], tree: DraftTree, history: Ragged, *,
+               certain: bool = True) -> Float[Tensor, "B N V"]:  # fmt: skip
         """The processed logits of every node: float64 if the logits are, else float32. `logits` are left alone.
 
         Rejected branches may be bad, so nothing is raised for a node whose scores are no law (see `invalid`), nor for a drafted node
@@ -212,6 +223,8 @@ class Warper:
         Args:
             tree: best on the CPU; elsewhere its tokens and parents are read back, unless `free`.
             history: each row's committed tokens, without the pending one, which is the root of the tree.
+            certain: whether plain decoding asks for the law after the roots, so that what a processor raises there is raised at once.
+                A drafter may only be guessing: without this it is kept like that of any other node, and `state.faulty` tells the rows.
         """
         scores = logits.to(torch.float64 if logits.dtype == torch.float64 else torch.float32)
         if self.free:
@@ -222,7 +235,7 @@ class Warper:
         else:
             for row in state.each:
                 row.forks, row.faults = {}, {}
-            scores = self._by_level(state, scores.clone() if scores is logits else scores, tree, history)
+            scores = self._by_level(state, scores.clone() if scores is logits else scores, tree, history, certain)
         return scores
 
     def commit(self, state: WarpState, path: Int64[Tensor, "B D"], count: Int64[Tensor, " B"]) -> None:
@@ -247,7 +260,8 @@ class Warper:
         """The state with these of its current rows, in this order."""
         return WarpState([state.each[row] for row in rows])
 
-    def _by_level(self, state: WarpState, scores: Float[Tensor, "B N V"], tree: DraftTree, history: Ragged) -> Float[Tensor, "B N V"]:
+    def _by_level(self, state: WarpState, scores: Float[Tensor, "B N V"], tree: DraftTree, history: Ragged,
+                  certain: bool) -> Float[Tensor, "B N V"]:  # fmt: skip
         tokens, parents = tree.tokens.tolist(), tree.parents.tolist()
         flat, width = scores.flatten(0, 1), scores.shape[1]
         levels: dict[int, list[tuple[int, int]]] = defaultdict(list)
@@ -266,7 +280,8 @@ class Warper:
             for row, node in at:
                 mine, parent = state.each[row], parents[row][node]
                 ids = torch.cat([history.row(row), torch.tensor(paths[row, node], dtype=torch.int64, device="cpu")]).to(flat.device)
-                nodes.append(_Node(mine, node, ids, _fork(mine.own if parent == ROOT or not self.walks else mine.forks[parent])))
+                origin = mine.own if parent == ROOT or not self.walks else mine.forks[parent]
+                nodes.append(_Node(mine, node, ids, _fork(origin), certain and node == 0))
             if nodes:
                 index = torch.tensor([row * width + node for row, node in at], device=flat.device)
                 flat[index] = self._level(nodes, flat[index])
@@ -308,7 +323,8 @@ class Warper:
             return _apply(processor, None, scores)
         if len(nodes) > 1:
             try:
-                return _apply(processor, torch.stack([node.ids for node in nodes]), scores)
+                # a copy: what raises half way may have written into it
+                return _apply(processor, torch.stack([node.ids for node in nodes]), scores.clone())
             except Exception:  # one node by one, to find out whose it is: a drafted token may lead where it refuses to go
                 return torch.cat([self._group([node], stage, scores[i : i + 1]) for i, node in enumerate(nodes)])
         if first.fault is not None:
@@ -317,7 +333,7 @@ class Warper:
         try:
             return _apply(processor, first.ids.repeat(repeat, 1), scores.repeat(repeat, 1))[mine : mine + 1]
         except Exception as error:
-            if first.node == 0:  # the pending token is really there; plain decoding raises too
+            if first.certain:
                 raise
             first.fault = error
             return scores
@@ -339,17 +355,24 @@ def _apply(processor: Processor, ids: Int64[Tensor, "n L"] | None, scores: Float
 
 def _top_p(processor: Any, scores: Float[Tensor, "n V"]) -> Float[Tensor, "n V"]:
     """What the processor does, without sorting the whole vocabulary, which takes the CPU longer than a small model's pass: the
-    nucleus is in the head, as soon as the head holds that much mass."""
-    probs = scores.softmax(-1)
-    for size in (256, 4096, probs.shape[-1]):
-        head, token = probs.topk(min(max(size, processor.min_tokens_to_keep), probs.shape[-1]))
-        before = head.cumsum(-1) - head
+    nucleus is in the head, as soon as the head holds that much mass. Of equals on its edge the lowest ids are in it, where the
+    processor leaves that to chance; sums rounded in another order may move the edge by a token."""
+    probs, vocab = scores.softmax(-1), scores.shape[-1]
+    for size in (256, 4096, vocab):
+        head, token = scores.topk(min(max(size, processor.min_tokens_to_keep), vocab))
+        mass = probs.gather(1, token)
+        before = mass.cumsum(-1) - mass
         if bool((before[:, -1] >= processor.top_p).all()):
             break
-    keep = ~(before >= processor.top_p)  # a row that is no law stays as it is
-    keep[:, : processor.min_tokens_to_keep] = True
-    nucleus = torch.where(keep, scores.gather(1, token), processor.filter_value)
-    return torch.full_like(scores, processor.filter_value).scatter_(1, token, nucleus)
+    # How many of each row's head it is, and the last one's score, are the same whatever else was sorted: which of equals came out is not.
+    count = (~(before >= processor.top_p)).sum(-1, keepdim=True).clamp_min(processor.min_tokens_to_keep)
+    last = head.gather(1, count - 1)
+    keep, room = scores >= last, count - (head > last).sum(-1, keepdim=True)
+    if bool(((head == last).sum(-1, keepdim=True) > room).any() or (head[:, -1:] == last).any()):
+        equal = scores == last
+        keep &= ~equal | (equal.cumsum(-1) <= room)
+    keep |= probs[:, :1].isnan()  # a row that is no law stays as it is
+    return scores.masked_fill(~keep, processor.filter_value)
 
 
 def invalid(logp: Float[Tensor, "B N V"]) -> Bool[Tensor, "B N"]:

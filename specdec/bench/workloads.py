@@ -27,7 +27,7 @@ def read_prompts(path: str | Path, limit: int | None = None) -> list[Prompt]:
         ValueError: a line is no JSON object with a non-empty list of strings `turns`; the message gives file and line.
     """
     prompts = []
-    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8-sig").split("\n"), 1):
         if not line.strip():
             continue
         try:

@@ -17,6 +17,7 @@ from ..bench.measure import Group, Sample, groups_of, measure, warm_up
 from ..bench.methods import METHODS, Setup, make_methods, read_names
 from ..bench.report import summary
 from ..bench.workloads import chat_ids, read_prompts
+from ..cache import causal_target
 from ..models import load
 from ..rng import derive_seeds
 from ..stats import PHASES
@@ -45,7 +46,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top-p", type=float, metavar="P", help="needs --temperature")
     parser.add_argument("--seed", type=int, help="needs --temperature; the prompts' seeds are derived from it (default: 0)")
     parser.add_argument("--num-draft", type=count, default=10, metavar="K",
-                        help="drafted tokens a round at most, of our own methods; hf-lookup drafts 10 (default: %(default)s)")  # fmt: skip
+                        help="drafted tokens a round at most: ngram drafts as many as have paid lately, draft that many; hf-lookup 10 "
+                             "(default: %(default)s)")  # fmt: skip
     parser.add_argument("--draft-model", metavar="NAME", help="of the method draft: packaged model, local folder or hub name")
     parser.add_argument("--ignore-eos", action="store_true", help="no text ends before --max-new-tokens")
     parser.add_argument("--warm-up", type=count, default=1, metavar="N", help="passes that are not counted (default: %(default)s)")
@@ -101,7 +103,7 @@ def _options(args: argparse.Namespace) -> dict[str, Any]:
 
 def _fit(model: Any, names: Sequence[str], ids: Sequence[list[int]], new: int) -> None:
     """At the model's limit our texts end and transformers' go on, so they could not be compared."""
-    room = getattr(model.config, "max_position_embeddings", None)
+    room = causal_target(model).facts.max_positions
     for name, prompt in zip(names, ids, strict=True):
         if room is not None and len(prompt) + new > room:
             raise ValueError(

@@ -35,7 +35,4 @@ class EarlyExitDrafter(ModelDrafter):
                 f"model: {type(model).__name__} cannot be run with its first layers alone; allowed are models of Hugging Face transformers "
                 "and objects with a method first(layers) as in specdec.cache.Shortened"
             )
-        most = target.facts.num_layers
-        if layers < 1 or (most is not None and layers > most):
-            raise ValueError(f"layers: got {layers}, allowed are 1 to {most or 'the number of layers that the model has'}")
         super().__init__(target.first(layers), sample=sample, logits_processor=logits_processor)

@@ -91,5 +91,5 @@ class NGramDrafter(Drafter):
     def select(self, state: list[_Row], rows: Sequence[int]) -> list[_Row]:
         return [state[row] for row in rows]
 
-    def resume(self, state: list[_Row], ctx: Context) -> list[_Row]:
-        return state
+    def resume(self, state: list[_Row], ctx: Context, keep: Sequence[int]) -> list[_Row] | None:
+        return state if [len(row.ids) for row in state] == list(keep) else None  # an index is not unlearnt

@@ -33,20 +33,24 @@ class HFTarget:
 
     Args:
         model: decoder-only, with a language-model head, full attention in every layer, and "sdpa" or "eager" attention.
+        quick: compute the same in less time where that can be done without touching the model, see `_quick`.
 
     Raises:
         ValueError: the model can't be used; the message says why and what to do.
     """
 
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, *, quick: bool = True) -> None:
         text = model.config.get_text_config(decoder=True)
         self._layers = _check(model, text)
         self._model, self._text = model, text
-        self._quick = _quick(model, text)
+        self._wanted = quick
+        self._quick: PreTrainedModel | None = None
+        self._looked = not quick
+        """Whether `_quick` is this call's: between calls modules may be replaced, hooked or patched."""
         self._keywords = _cache_keyword(model), _cache_keyword(model.base_model)
         self._additive = ALL_MASK_ATTENTION_FUNCTIONS[text._attn_implementation] is eager_mask
         self._facts = TargetFacts(
-            vocab_size=text.vocab_size, dtype=model.dtype, device=model.device,
+            vocab_size=text.vocab_size, dtype=model.dtype, device=_device(model),
             max_positions=_max_positions(text), hidden_size=text.hidden_size, num_layers=text.num_hidden_layers,
         )  # fmt: skip
 
@@ -55,6 +59,7 @@ class HFTarget:
         return self._facts
 
     def new_cache(self, batch: int) -> FullCache:
+        self._looked = not self._wanted
         return FullCache(batch)
 
     def first(self, layers: int) -> HFTarget:
@@ -74,12 +79,20 @@ class HFTarget:
 
         short = cast(PreTrainedModel, view(self._model, change))
         stack = _decoder_layers(short, len(self._layers))
+        for old, new in zip(self._model.modules(), short.modules(), strict=True):
+            patches = [vars(old)[key] for key in ("forward", "_old_forward") if key in vars(old) and vars(old)[key] is vars(new)[key]]
+            if patches and any(module is stack for module in new.modules()):
+                raise ValueError(
+                    f"model: {type(old).__name__}.forward was replaced by {patches[0]!r}, which goes through all layers; undo that first"
+                )
         stack._modules = dict(list(stack._modules.items())[:layers])
         return HFTarget(short)
 
     def forward(self, tokens: Int64[Tensor, "B T"], positions: Int64[Tensor, "B T"], mask: Bool[Tensor, "B 1 T slots"] | None,
                 cache: FullCache, *, logits: bool, layers: tuple[int, ...] = ()) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
         """See `CausalTarget`."""
+        if not self._looked:
+            self._quick, self._looked = _quick(self._model, self._text), True
         # A causal mask left to the model goes with the model's own attention.
         model = self._model if self._quick is None or (mask is None and tokens.shape[1] > 1) else self._quick
         # Below the head, the prompt's logits are never computed.
@@ -131,17 +144,18 @@ def _pack(mask: Tensor | None, text: Any, dtype: torch.dtype) -> Float[Tensor, "
 
 def _quick(model: PreTrainedModel, text: Any) -> PreTrainedModel | None:
     """A view of the model that computes the same in less time; `None` if it must be run as it is."""
-    patched = any("forward" in vars(module) for module in model.modules())  # accelerate dispatches so; a patch knows its own module
+    # A patch knows its own module (accelerate dispatches so), and a hook may look up by name the module that it is called with.
+    patched = any("forward" in vars(m) or m._forward_hooks or m._forward_pre_hooks for m in model.modules())
     if text._attn_implementation != "sdpa" or not model._supports_attention_backend or patched:
         return None
     own = copy.deepcopy(text)
     own._attn_implementation = _PACKED
-    rows = model.device.type == "cpu" and model.dtype in (torch.bfloat16, torch.float16)
+    rows = _device(model).type == "cpu" and model.dtype in (torch.bfloat16, torch.float16)
 
     def change(module: nn.Module) -> None:
         if getattr(module, "config", None) is text:
             vars(module)["config"] = own
-        if rows and type(module) is nn.Linear:
+        if rows and type(module) is nn.Linear and type(module.weight) is nn.Parameter:  # quantised ones have a type of their own
             module.__class__ = RowLinear
 
     return cast(PreTrainedModel, view(model, change))
@@ -235,6 +249,7 @@ def _check(model: PreTrainedModel, text: Any) -> nn.ModuleList:
     refuse(model.config.is_encoder_decoder or getattr(text, "add_cross_attention", False),
            "has an encoder or attends to one; allowed are decoder-only models")  # fmt: skip
     refuse(model.get_output_embeddings() is None, "has no language-model head", "Load it with AutoModelForCausalLM")
+    refuse(_device(model).type == "meta", "has no weights: they are on the meta device", "Load them first")
     refuse(model._is_stateful, "keeps a recurrent state, which can't drop rejected tokens; allowed is full attention in every layer")
     kinds = [type(layer) for layer in DynamicCache(config=text).layers]
     other = [(i, kind.__name__) for i, kind in enumerate(kinds) if kind is not DynamicLayer]
@@ -270,6 +285,13 @@ def _active(text: Any, *words: str) -> list[str]:
     own = [(key, value) for key, value in text.to_dict().items() if not key.startswith(("summary_", "classifier_"))]
     found = [(key, value) for key, value in own if any(word in key for word in words)]
     return [f"{key}={value}" for key, value in found if isinstance(value, (int, float)) and value > 0]
+
+
+def _device(model: PreTrainedModel) -> torch.device:
+    """Where the model computes. Weights that accelerate offloads lie on the meta device until their module runs; its hooks know where."""
+    hooks = [hook for module in model.modules() if (hook := getattr(module, "_hf_hook", None)) is not None]
+    known = [getattr(one, "execution_device", None) for hook in hooks for one in getattr(hook, "hooks", (hook,))]
+    return torch.device(next((device for device in known if device is not None), model.device))
 
 
 def _decoder_layers(model: PreTrainedModel, number: int) -> nn.ModuleList:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass
+from operator import index
 
 from ..base import Context, Planner
 from ..types import Budget, Round
@@ -46,8 +47,8 @@ class AdaptivePlanner(Planner):
     """
 
     def __init__(self, nodes: int = 10, *, first: float = 0.1, more: float = 0.02, memory: float = 0.9) -> None:
-        Budget.of(nodes)  # refuses what is no budget
-        if not 0 <= memory < 1 or first < 0 or more < 0:
+        Budget.of(index(nodes))  # refuses what is no budget
+        if not (0 <= memory < 1 and first >= 0 and more >= 0):
             raise ValueError(f"first, more, memory: got {first}, {more}, {memory}; costs are at least 0, memory lies from 0 to below 1")
         self.nodes, self.first, self.more, self.memory = nodes, first, more, memory
 

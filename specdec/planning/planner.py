@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import index
 
 from ..base import Context, Planner
 from ..types import Budget, Round
@@ -21,7 +22,7 @@ class FixedPlanner(Planner):
 
     def __init__(self, nodes: int, depth: int | None = None, width: int | None = None) -> None:
         self.nodes, self.depth, self.width = nodes, depth, width
-        Budget.of(nodes, depth, width)  # refuses what is no budget
+        Budget.of(index(nodes), depth, width)  # refuses what is no budget
 
     def begin(self, ctx: Context) -> None:
         return None

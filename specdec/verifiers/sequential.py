@@ -77,6 +77,8 @@ class SequentialVerifier(Verifier):
         return Commit(tokens, count)
 
     def resume(self, state: _State, ctx: Context, held: Sequence[int], keep: Sequence[int]) -> _State:
+        if state.history.lengths != list(held):
+            raise ValueError(f"session: it holds {state.history.lengths} tokens of its rows, not {list(held)}; begin a new session")
         return _State(Ragged(state.history.ids, list(keep)))
 
     def select(self, state: _State, rows: Sequence[int]) -> _State:

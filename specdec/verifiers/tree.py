@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import cast
 
-import torch
 from torch import Tensor
 
 from ..base import Context, Verifier
-from ..cache import CausalTarget, FullCache
+from ..cache import CausalTarget, FullCache, read
 from ..tree import ancestors
 from ..types import Commit, DraftTree, Float, Int64, Scores, TargetFacts, sent
 
@@ -44,19 +43,9 @@ class TreeVerifier(Verifier):
         return _State(self._target.new_cache(ctx.batch), ctx.needs.layers)
 
     def extend(self, state: _State, tokens: Int64[Tensor, "B T"], count: Int64[Tensor, " B"]) -> Commit:
-        nodes, device = tokens.shape[1], self.facts.device
-        if nodes == 0:
+        if tokens.shape[1] == 0:
             return Commit(tokens, count)
-        steps = torch.arange(nodes, device="cpu")
-        # A row that ends early repeats its last position: one more could lie beyond the target's last.
-        positions = torch.tensor(state.cache.lengths, device="cpu")[:, None] + torch.minimum(steps, (count[:, None] - 1).clamp_min(0))
-        state.cache.open(nodes)
-        mask = None if state.cache.aligned else state.cache.mask((steps <= steps[:, None]).expand(len(tokens), -1, -1).to(device))
-        _, features = self._target.forward(
-            torch.where(steps < count[:, None], tokens.cpu(), 0).to(device), positions.to(device), mask, state.cache,
-            logits=False, layers=state.layers,
-        )  # fmt: skip
-        state.cache.commit(steps.expand(len(tokens), -1), count)
+        _, features = read(self._target, state.cache, tokens, count, logits=False, layers=state.layers)
         return Commit(tokens, count, features)
 
     def verify(self, state: _State, tree: DraftTree) -> Scores:
@@ -67,7 +56,9 @@ class TreeVerifier(Verifier):
         positions = sent(state.cache.lengths, seen.device)[:, None] + seen.sum(-1) - 1
         state.cache.open(nodes)
         mask = None if nodes == 1 and state.cache.aligned else state.cache.mask(seen)
-        logits, features = self._target.forward(there.tokens, positions, mask, state.cache, logits=True, layers=state.layers)
+        # A tree that was drafted on a device is checked when it is read, after this pass; an id outside would end the device's context.
+        tokens = there.tokens.clamp(0, self.facts.vocab_size - 1)
+        logits, features = self._target.forward(tokens, positions, mask, state.cache, logits=True, layers=state.layers)
         state.tree, state.features = tree, features  # as it was given: reading it back could mean a wait for the device
         return Scores(cast(Tensor, logits), features)
 

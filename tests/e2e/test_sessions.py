@@ -165,7 +165,7 @@ def test_what_does_not_fit_a_session_is_refused_by_name() -> None:
         specdec.generate(LESSER, [text], drafter=NGramDrafter(), session=session)
     with pytest.raises(ValueError, match="holds 1 rows, input_ids have 2"):
         ask([text, text], NGramDrafter(), session=session)
-    with pytest.raises(ValueError, match="parts from the session's text at token 0, inside the prompt"):
+    with pytest.raises(ValueError, match="nothing in common with the session's text"):
         ask([SAID[0]], NGramDrafter(), session=session)
     with pytest.raises(ValueError, match="Needy reads features of the target"):
         ask([text], Needy(), session=session)
@@ -176,8 +176,17 @@ def test_what_does_not_fit_a_session_is_refused_by_name() -> None:
 def test_refusals_leave_the_session_usable() -> None:
     first = ask([TURN[0]], NGramDrafter())
     text = texts(first)[0] + SAID[0]
-    for bad in ({"drafter": Needy()}, {"drafter": NGramDrafter(), "repetition_penalty": -1.0}):
-        with pytest.raises(ValueError):
+
+    class Stuck:
+        def __call__(self, ids: Tensor, scores: Tensor) -> Tensor:
+            return scores
+
+        def __deepcopy__(self, memo: Any) -> None:
+            raise RuntimeError("not this one")
+
+    ngram = NGramDrafter()
+    for bad in ({"drafter": Needy()}, {"drafter": ngram, "repetition_penalty": -1.0}, {"drafter": ngram, "logits_processor": [Stuck()]}):
+        with pytest.raises((ValueError, TypeError)):
             ask([text], **bad, session=first.session)
     assert texts(ask([text], NGramDrafter(), session=first.session)) == texts(ask([text], NGramDrafter()))
 
@@ -193,6 +202,41 @@ def test_a_session_that_was_left_inside_a_round_or_changed_outside_is_refused() 
     other._states[0].cache.rewind([3])
     with pytest.raises(ValueError, match="changed outside"):
         ask([text], NGramDrafter(), session=other)
+
+
+def test_two_calls_do_not_share_a_session() -> None:
+    """The second takes it over; the first, were it to go on, would read the second's keys and values."""
+    first = ask([TURN[0]], NGramDrafter())
+    text, options = texts(first)[0] + SAID[0], {"drafter": NGramDrafter(), "max_new_tokens": 9, "eos_token_id": []}
+    rounds = specdec.stream(TARGET, [text], session=first.session, **options)
+    next(rounds)
+    second = specdec.generate(TARGET, [text + SAID[1]], session=first.session, **options)
+    assert texts(second) == texts(specdec.generate(TARGET, [text + SAID[1]], **options))
+    with pytest.raises(ValueError, match="another call has gone on with it"):
+        next(rounds)
+    longer = texts(second)[0] + SAID[1]
+    assert texts(specdec.generate(TARGET, [longer], session=first.session, **options)) == texts(
+        specdec.generate(TARGET, [longer], **options)
+    )
+
+
+def test_a_verifier_without_a_cache_takes_part() -> None:
+    verifier = specdec.SequentialVerifier(TARGET, vocab_size=V, dtype=torch.float64)
+    first = ask([TURN[0]], NGramDrafter(), verifier=verifier)
+    text = texts(first)[0] + SAID[0]
+    out = ask([text], NGramDrafter(), verifier=verifier, session=first.session)
+    assert texts(out) == texts(ask([text], NGramDrafter())) and out.stats.prefilled == len(SAID[0])
+    out.session._states[0].history.lengths[0] -= 2
+    with pytest.raises(ValueError, match="begin a new session"):
+        ask([texts(out)[0] + SAID[0]], NGramDrafter(), verifier=verifier, session=out.session)
+
+
+def test_a_closed_session_is_a_new_one() -> None:
+    session = ask([TURN[0]], NGramDrafter()).session
+    session.close()
+    assert not session.begun and session.ids == []
+    out = ask([SAID[0]], NGramDrafter(), session=session)
+    assert texts(out) == texts(ask([SAID[0]], NGramDrafter())) and out.session is session
 
 
 # ------------------------------------------------------------------------------------------------- a cache of transformers
@@ -229,6 +273,8 @@ def test_a_bare_cache_is_copied(llama: tf.PreTrainedModel, drafter: Drafter) -> 
     assert out.stats.prefilled == 3 and cache.get_seq_length() == 6
     for layer, (keys, values) in zip(cache.layers, before, strict=True):
         assert torch.equal(layer.keys, keys) and torch.equal(layer.values, values)
+    flat = specdec.generate(llama, ids[0], attention_mask=torch.ones(10), session=cache, **options)
+    assert flat.sequences.tolist() == out.sequences.tolist()
     longer = torch.cat([out.sequences, torch.tensor([[3, 3]])], 1)
     assert specdec.generate(llama, longer, session=out.session, **options).sequences.tolist() == \
         specdec.generate(llama, longer, **options).sequences.tolist()  # fmt: skip

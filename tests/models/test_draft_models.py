@@ -8,7 +8,7 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import specdec
-from specdec import FixedPlanner, NullDrafter
+from specdec import Drafter, FixedPlanner, NullDrafter
 from specdec.drafters import EarlyExitDrafter, ModelDrafter
 from specdec.models.tiny import TinyTarget
 from specdec.tree import check
@@ -74,6 +74,42 @@ def test_the_law_is_that_of_a_dense_pass():
             with torch.no_grad():
                 dense = model(torch.tensor([[*prompt, *done.tree.tokens[row, 1 : i + 1].tolist()]])).logits[0, -1]
             torch.testing.assert_close(done.tree.laws[row, i], dense.softmax(-1), atol=1e-5, rtol=0)
+
+
+def test_a_function_that_needs_the_padding_holds_for_the_text_and_only_holds_drafting_back():
+    """`generate` shows the target's processors the padding; the draft's see the text alone, which is too short for this one at first."""
+    ids = torch.tensor([[0] * 7 + [9], [5, 6, 7, 5, 6, 11, 12, 11]])
+    mask = torch.tensor([[0] * 7 + [1], [1] * 8])
+
+    def allowed(row: int, ids: torch.Tensor) -> list[int]:
+        return [(int(ids[7]) + int(ids[-1]) + i) % V for i in range(12)]
+
+    options = {"attention_mask": mask, "prefix_allowed_tokens_fn": allowed, "max_new_tokens": 16, "do_sample": False, "pad_token_id": 0}
+    rounds = Rounds(ModelDrafter(TARGET))
+    found = TARGET.generate(ids, custom_generate=specdec.custom_generate(drafter=rounds), **options)
+    assert found.equal(TARGET.generate(ids, **options))
+    assert rounds.drafted[0][0] == 0 and rounds.drafted[0][1] > 0 and rounds.drafted[-1][0] > 0
+
+
+class Rounds(Drafter):
+    """Keeps how much each round drafted."""
+
+    def __init__(self, inner: ModelDrafter) -> None:
+        self.inner, self.draws, self.drafted = inner, inner.draws, []
+
+    def begin(self, *args):
+        return self.inner.begin(*args)
+
+    def observe(self, *args):
+        return self.inner.observe(*args)
+
+    def select(self, *args):
+        return self.inner.select(*args)
+
+    def propose(self, *args):
+        tree = self.inner.propose(*args)
+        self.drafted.append((tree.parents >= 0).sum(-1).tolist())
+        return tree
 
 
 def test_the_draft_model_stays_as_it_is():

@@ -243,8 +243,14 @@ def test_a_model_is_left_as_it_was_also_after_an_error(family: str, attention: s
         verifier.extend(state, torch.tensor([[3, 4, 5], [6, 0, 0]]), torch.tensor([3, 1]))
         tree = random_tree(2, 4, torch.Generator().manual_seed(0))
         before = verifier.verify(state, tree).logp
-        with pytest.raises(IndexError):
-            verifier.verify(state, root_only(torch.tensor([V + 5, 3])))  # no such token
+
+        def fail(*_: Any) -> None:
+            raise IndexError("out of order")
+
+        broken = model.get_output_embeddings().register_forward_hook(fail)
+        with pytest.raises(IndexError, match="out of order"):
+            verifier.verify(state, tree)
+        broken.remove()
         with pytest.raises(RuntimeError):
             target.forward(torch.tensor([[1]]), torch.tensor([[0]]), None, target.new_cache(1), logits=True, layers=(1,))  # not opened
         with pytest.raises(RuntimeError, match="no verified tree"):

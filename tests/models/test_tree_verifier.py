@@ -160,6 +160,16 @@ def test_the_last_position_can_be_used_while_another_row_reads_on() -> None:
         verifier.verify(state, chain([[9], []], [8, 9]))
 
 
+def test_an_id_outside_the_vocabulary_does_not_reach_the_model() -> None:
+    """A tree on a device is checked after its pass. What was verified is as it was given."""
+    verifier, state = started([[1, 2]])
+    tree = DraftTree(torch.tensor([[3, V, -1]]), torch.tensor([[-1, 0, 0]]))
+    logp = verifier.verify(state, tree).logp[0]
+    for node, known in ((1, V - 1), (2, 0)):
+        assert torch.allclose(logp[node], dense([1, 2, 3, known]), rtol=0, atol=CLOSE)
+    assert verifier.commit(state, torch.tensor([[0, 1]]), torch.tensor([2])).tokens.tolist() == [[3, V]]
+
+
 def test_misuse_is_refused() -> None:
     verifier, state = started([[1, 2]])
     with pytest.raises(RuntimeError, match="no verified tree"):

@@ -31,7 +31,7 @@ def test_a_target_with_its_first_layers_alone():
 
 def test_what_cannot_exit_early_is_refused():
     for layers in (0, 3, -1):
-        with pytest.raises(ValueError, match=rf"layers: got {layers}, allowed are 1 to 2"):
+        with pytest.raises(ValueError, match=rf"layers: got {layers}; allowed are 1 to 2"):
             EarlyExitDrafter(TARGET, layers)
     with pytest.raises(TypeError, match="Whole cannot be run with its first layers alone"):
         EarlyExitDrafter(Whole(), 1)

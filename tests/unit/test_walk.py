@@ -12,7 +12,7 @@ from torch import Tensor
 from specdec.ragged import Ragged
 from specdec.tree import chain, from_lists, root_only
 from specdec.types import DraftTree
-from specdec.warp import Warper, WarpState, invalid
+from specdec.warp import PrefixAllowed, Warper, WarpState, invalid
 
 V = 12
 INF = float("inf")
@@ -257,7 +257,7 @@ class Stops:
         self.name = name
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if 7 in input_ids[0].tolist():
+        if 7 in input_ids.flatten().tolist():
             raise RuntimeError(f"{self.name} has ended")
         return scores.index_fill(1, torch.tensor([0]), -INF)
 
@@ -276,6 +276,41 @@ def test_an_error_on_a_branch_counts_if_its_law_was_used() -> None:
         warper.commit(state, torch.tensor([[0, 1]]), torch.tensor([2]))
     with pytest.raises(RuntimeError, match="grammar has ended"):
         step(warper, warper.begin(), [[7]])
+
+
+@pytest.mark.parametrize("pure", [False, True])
+def test_a_user_who_only_guesses_is_told_of_an_error_at_the_root(pure: bool) -> None:
+    """Rows that are padding throughout are left out; the others' processors go on."""
+    stops = Stops()
+    stops.pure = pure
+    warper = Warper([[stops] * 3, [Memory()] * 3], batch=3)
+    state, prompts = warper.begin(), [[1], [7], [7]]
+    root = DraftTree(torch.tensor([[1], [7], [7]]), torch.tensor([[-1], [-1], [-2]]))
+    raw = torch.zeros(3, 1, V, dtype=torch.float64)
+    got = warper.scores(state, raw, root, begin(prompts), certain=False)
+    assert state.faulty == [False, True, False] and got[0, 0, 0] == -INF and not got[1].any()
+    warper.commit(state, torch.zeros(3, 1, dtype=torch.int64), torch.tensor([1, 0, 0]))
+    assert state.faulty == [False] * 3
+    assert [row.own[1].log for row in state.each] == [[(1,)], [], []]
+    warper.scores(state, raw, root, begin(prompts), certain=False)
+    with pytest.raises(RuntimeError, match="grammar has ended"):
+        warper.commit(state, torch.zeros(3, 1, dtype=torch.int64), torch.tensor([1, 1, 0]))
+    with pytest.raises(RuntimeError, match="grammar has ended"):
+        warper.scores(warper.begin(), raw, root, begin(prompts))
+
+
+def test_a_fork_and_its_origin_go_their_own_ways() -> None:
+    warper = Warper([[Memory()]], batch=1)
+    origin = warper.begin()
+    step(warper, origin, [[1]])
+    warper.commit(origin, torch.tensor([[0]]), torch.tensor([1]))
+    fork = warper.fork(origin)
+    for state, prompt in ((fork, [1, 2]), (origin, [1, 3])):
+        step(warper, state, [prompt])
+        warper.commit(state, torch.tensor([[0]]), torch.tensor([1]))
+    assert [state.each[0].own[0].log for state in (fork, origin)] == [[(1,), (1, 2)], [(1,), (1, 3)]]
+    rules = [Memory(), hf.TopKLogitsWarper(2), hf.RepetitionPenaltyLogitsProcessor(2.0), PrefixAllowed(lambda row, ids: [1], 0)]
+    assert [Warper([[rule]], batch=1).remembers for rule in rules] == [True, False, False, False]
 
 
 # ------------------------------------------------------------------------------------------------------- copies and declarations
