@@ -69,6 +69,7 @@ def test_a_target_that_drafts_for_itself_is_always_right(name, planner):
     assert found.stats.drafted > 20 and found.stats.accepted == found.stats.drafted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["greedy", "greedy penalty", "greedy walked"])
 def test_the_text_is_that_of_plain_decoding(name):
     options = {**OPTIONS[name], "max_length": 30}
@@ -78,6 +79,7 @@ def test_the_text_is_that_of_plain_decoding(name):
         assert found.sequences.equal(plain.sequences) and found.stats.accepted < found.stats.drafted
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["cut", "penalty", "walked"])
 def test_a_row_comes_out_as_it_does_alone(name):
     options = {**OPTIONS[name], "drafter": ModelDrafter(DRAFT), "planner": ByLength(), "max_length": 24}

@@ -14,6 +14,8 @@ from specdec.models.tiny import TinyTarget
 from specdec.tree import check
 from specdec.types import Budget
 
+pytestmark = pytest.mark.slow
+
 V = 40
 PROMPTS = [[5, 6, 7, 5, 6], [9], [11, 12, 11, 12, 11, 12, 11]]
 
