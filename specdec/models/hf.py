@@ -47,6 +47,7 @@ class HFTarget:
         self._quick: PreTrainedModel | None = None
         self._looked = not quick
         """Whether `_quick` is this call's: between calls modules may be replaced, hooked or patched."""
+        self._steady = _steady(model, text)
         self._keywords = _cache_keyword(model), _cache_keyword(model.base_model)
         self._additive = ALL_MASK_ATTENTION_FUNCTIONS[text._attn_implementation] is eager_mask
         self._facts = TargetFacts(
@@ -99,11 +100,17 @@ class HFTarget:
         module, keyword = (model, self._keywords[0]) if logits else (model.base_model, self._keywords[1])
         mask = self._mask(mask) if model is self._model else _pack(mask, self._text, self._facts.dtype)
         slots = Cache(layers=[_Slots(cache, index) for index in range(self._text.num_hidden_layers)])
-        # no_grad rather than inference_mode: features may be trained on, and a cache outlives the call that made it.
-        with torch.no_grad(), _tap(_decoder_layers(model, self._text.num_hidden_layers), layers) as seen:
+        # Features may be trained on, and what runs inside a module that is the user's may keep a tensor: an inference tensor would not do.
+        quickest = model is self._quick and self._steady and not layers
+        with (
+            torch.inference_mode() if quickest else torch.no_grad(),
+            _tap(_decoder_layers(model, self._text.num_hidden_layers), layers) as seen,
+        ):
             output = module(input_ids=tokens, position_ids=positions, attention_mask=mask, use_cache=True, **{keyword: slots})
         features = torch.cat([seen[layer].to(tokens.device) for layer in layers], -1) if layers else None
-        return output.logits if logits else None, features
+        if not logits:
+            return None, features
+        return output.logits.clone() if quickest else output.logits, features  # processors may write into a copy made outside
 
     def _mask(self, mask: Bool[Tensor, "B 1 T slots"] | None) -> Bool[Tensor, "B 1 T slots"] | Float[Tensor, "B 1 T slots"] | None:
         if mask is None or not self._additive:
@@ -140,6 +147,14 @@ def _pack(mask: Tensor | None, text: Any, dtype: torch.dtype) -> Float[Tensor, "
         return None
     groups = text.num_attention_heads // (getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf).repeat(1, 1, groups, 1)
+
+
+def _steady(model: PreTrainedModel, text: Any) -> bool:
+    """Whether a pass leaves no tensor behind in a module: a view shares leaves with buffers, and the only ones known are rotary
+    embeddings whose frequencies do not change."""
+    leaves = [module for module in model.modules() if module._buffers and not module._modules]
+    kind = (getattr(text, "rope_parameters", None) or {}).get("rope_type", "default")
+    return kind in ("default", "linear", "llama3", "yarn") and all(type(leaf).__name__.endswith("RotaryEmbedding") for leaf in leaves)
 
 
 def _quick(model: PreTrainedModel, text: Any) -> PreTrainedModel | None:

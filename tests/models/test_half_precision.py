@@ -347,3 +347,17 @@ def test_what_was_bound_to_a_module_is_bound_to_its_copy():
     one = torch.ones(1)
     assert (float(twin(one)), float(model(one))) == (5.0, 2.0)
     assert twin[0].outside is model[0].outside
+
+
+def test_what_a_call_leaves_can_be_trained_on():
+    """A pass may run in inference mode; no tensor of that kind comes out of it, nor stays in the model or in a session."""
+    model = build()
+    out = specdec.generate(model, [[5, 6, 7]], drafter=specdec.NGramDrafter(), max_new_tokens=6, eos_token_id=[], return_rounds="all")
+    for done in out.rounds:
+        assert not any(x.is_inference() for x in (done.verification.scores, done.verification.logits, done.acceptance.path))
+    cache = out.session._states[0].cache
+    assert not any(x.is_inference() for pair in cache._layers.values() for x in pair)
+    assert not any(x.is_inference() for x in (*model.parameters(), *model.buffers()))
+    with torch.enable_grad():
+        model(torch.tensor([[5, 6, 7]])).logits.sum().backward()
+        (out.rounds[0].verification.scores * nn.Parameter(torch.ones(V))).sum().backward()
