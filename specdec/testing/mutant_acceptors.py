@@ -198,7 +198,7 @@ def mutant_acceptors() -> dict[str, Mutant]:
         "coins belong to absolute positions": Mutant(
             Block(position_coin), "two-rounds", Block(round_coin), "AddressReuse.*purpose TARGET"
         ),
-        "writes into its arguments": Mutant(_Impure(), chain, RejectionAcceptor(), "Touched: verification.logp"),
+        "writes into its arguments": Mutant(_Impure(), chain, RejectionAcceptor(), "Touched: verification.scores"),
         "sees its batch mates": Mutant(_FirstRow(), "batch-invariance", MatchAcceptor(), "in the batch"),
         "accepts probes": Mutant(_Probing(), "probes", MatchAcceptor(), "no draw landed"),
         "path not padded with -1": Mutant(_Trailing(), "answer", MatchAcceptor(), r"path \[0, .*, 0\], count"),
