@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, final
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn, final
 
 from torch import Tensor
 
@@ -76,6 +76,11 @@ class Drafter(ABC):
     @abstractmethod
     def select(self, state: State, rows: Sequence[int]) -> State:
         """The state with these rows, in this order; rows left out are gone for good."""
+
+    @final
+    def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refuses. `model.generate` passes over what it can't call, and would decode plainly without a word."""
+        raise TypeError(f"{type(self).__name__} is no decoding method; wrap it: custom_generate=specdec.custom_generate(drafter=...)")
 
     def resume(self, state: State, ctx: Context, keep: Sequence[int]) -> State | None:
         """The state of an earlier call for one that goes on with the first `keep` committed tokens of each row, under new options.

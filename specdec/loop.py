@@ -95,15 +95,15 @@ def decode(verifier: Verifier, prompts: Sequence[Int64[Tensor, " _"]], options: 
                 raise ValueError(
                     f"tree: it has {drafted.tokens.shape[1]} nodes, more than the budget of {budget.nodes.tolist()} and the root"
                 )
+            there = drafted.to(facts.device)
             clock.stop("draft")
-            scores = verifier.verify(states[0], drafted)
+            scores = verifier.verify(states[0], there)
             clock.stop("verify")
             processed = options.warper.scores(warp, scores.logits, _without(drafted, reasons), shown.but_last())
             best = processed.max(-1).indices if options.greedy else None  # on the CPU twice as fast as argmax
             verification = Verification(scores=processed, best=best, features=scores.features, logits=scores.logits)
-            there = drafted.to(facts.device)
             acceptance = acceptor.accept(there, verification, source)
-            tree, decided, kept, known = _read(there if remote else drafted, verification, acceptance, remote=remote)
+            tree, decided, kept, known = _read(there, None if remote else drafted, verification, acceptance)
             if remote:
                 _fits(tree, pending, budget, drafter, facts.vocab_size, known)
             clock.stop("accept")
@@ -207,12 +207,13 @@ class _Decision:
     """How many of the tokens, from the first on, came from a law that is one."""
 
 
-def _read(tree: DraftTree, verification: Verification, acceptance: Acceptance, *,
-          remote: bool) -> tuple[DraftTree, list[_Decision], Float[Tensor, "B D V"], Tensor | None]:  # fmt: skip
+def _read(there: DraftTree, here: DraftTree | None, verification: Verification,
+          acceptance: Acceptance) -> tuple[DraftTree, list[_Decision], Float[Tensor, "B D V"], Tensor | None]:  # fmt: skip
     """Bring the round's outcome to the host in a single transfer, which is the only wait for the device in a round.
 
     Args:
-        remote: whether the tree lies on the device, and comes along.
+        there: the tree on the device.
+        here: the same on the host, if that is where it was drafted; else it comes along.
 
     Returns:
         The tree on the host; what was decided; the scores after the accepted nodes, where they are; and the `evidence` of the tree's
@@ -220,29 +221,29 @@ def _read(tree: DraftTree, verification: Verification, acceptance: Acceptance, *
     """
     count = acceptance.count
     # Where reading costs nothing, no law is normalised that is not needed.
-    width = min(int(count.max()) if count.device.type == "cpu" else tree.height + 1, acceptance.path.shape[1])
+    width = min(int(count.max()) if count.device.type == "cpu" else there.height + 1, acceptance.path.shape[1])
     path = acceptance.path[:, :width]
     node = path.clamp_min(0)
-    after = torch.nn.functional.pad(sent(tree.tokens, node.device).gather(1, node)[:, 1:], (0, 1))
+    after = torch.nn.functional.pad(there.tokens.gather(1, node)[:, 1:], (0, 1))
     tokens = after.scatter(1, count[:, None] - 1, acceptance.next_token[:, None])
     scores = verification.scores[torch.arange(len(node), device=node.device)[:, None], node]
     logp = scores.log_softmax(-1)
-    known = evidence(tree) if remote else None
+    known = evidence(there) if here is None else None
     parts = [count[:, None], path, tokens, invalid(logp), logp.gather(-1, tokens[..., None])[..., 0]]
-    if remote:
-        draws = tree.draws
-        parts += [tree.tokens, tree.parents, draws.node, draws.kind, draws.law, *([] if known is None else [known.flatten(1)])]
+    if here is None:
+        draws = there.draws
+        parts += [there.tokens, there.parents, draws.node, draws.kind, draws.law, *([] if known is None else [known.flatten(1)])]
     packed = torch.cat([part.double() for part in parts], 1).cpu().split([part.shape[1] for part in parts], 1)
-    if remote:
+    if here is None:
         known = None if known is None else packed[10].unflatten(1, (-1, 3))
         words, parents, at, kind, law = (part.long() for part in packed[5:10])
-        tree = replace(tree, tokens=words, parents=parents, draws=Draws(at, kind, law, tree.draws.kinds))
+        here = replace(there, tokens=words, parents=parents, draws=Draws(at, kind, law, there.draws.kinds))
     columns = [packed[0].int().tolist(), *(part.long().tolist() for part in packed[1:3]), packed[3].tolist(), packed[4].tolist()]
     decisions = []
-    for (n,), nodes, new, bad, row, parents, drawn in zip(*columns, tree.parents.tolist(), tree.draws.node.tolist(), strict=True):
+    for (n,), nodes, new, bad, row, parents, drawn in zip(*columns, here.parents.tolist(), here.draws.node.tolist(), strict=True):
         going = any(at > 0 and parents[at] == nodes[n - 1] for at in drawn)
         decisions.append(_Decision(nodes, new[:n], row[:n], n - 1, n - 1 + going, bad.index(1) if 1 in bad[:n] else n))
-    return tree, decisions, scores, known
+    return here, decisions, scores, known
 
 
 def _slim(done: Round, scores: Float[Tensor, "B D V"]) -> Round:

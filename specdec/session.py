@@ -94,7 +94,7 @@ class Session:
         if not self._whole:
             raise ValueError("session: a call with it was broken off inside a round; begin a new one with specdec.Session()")
         if model is not self._model:
-            raise ValueError(f"session: it belongs to another model ({_name(self._model)}, not this {_name(model)}); leave it out")
+            raise ValueError(f"session: it belongs to another model, a {type(self._model).__name__}; leave it out")
         if ctx.batch != len(self._skip):
             raise ValueError(f"session: it holds {len(self._skip)} rows, input_ids have {ctx.batch}; give the same rows, in the same order")
         history = self._shown.behind(self._skip)
@@ -143,7 +143,3 @@ def _replay(drafter: Drafter, ctx: Context, rows: Ragged, lengths: Sequence[int]
         count = (todo - start).clamp(0, REPLAY_CHUNK)
         state = drafter.observe(state, Commit(rows.ids[:, start : start + int(count.max())], count))
     return state
-
-
-def _name(model: Any) -> str:
-    return type(model).__name__

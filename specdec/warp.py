@@ -365,7 +365,7 @@ def _top_p(processor: Any, scores: Float[Tensor, "n V"]) -> Float[Tensor, "n V"]
         if bool((before[:, -1] >= processor.top_p).all()):
             break
     # How many of each row's head it is, and the last one's score, are the same whatever else was sorted: which of equals came out is not.
-    count = (~(before >= processor.top_p)).sum(-1, keepdim=True).clamp_min(processor.min_tokens_to_keep)
+    count = (~(before >= processor.top_p)).sum(-1, keepdim=True).clamp_min(min(processor.min_tokens_to_keep, vocab))
     last = head.gather(1, count - 1)
     keep, room = scores >= last, count - (head > last).sum(-1, keepdim=True)
     if bool(((head == last).sum(-1, keepdim=True) > room).any() or (head[:, -1:] == last).any()):

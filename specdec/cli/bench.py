@@ -33,7 +33,12 @@ _NO_SETTING = ("command", "say", "json", "traceback")
 
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Prompts, methods, and how to decode."""
-    parser.add_argument("--prompts", required=True, metavar="FILE.jsonl", help="one JSON object a line with 'turns', as in Spec-Bench")
+    parser.add_argument(
+        "--prompts",
+        required=True,
+        metavar="FILE.jsonl",
+        help="one JSON object a line with 'turns', of which the first is decoded, as in Spec-Bench",
+    )
     parser.add_argument("--methods", default="plain,ngram", metavar="A,B,...",
                         help=f"of {', '.join(METHODS)}; plain always runs (default: %(default)s)")  # fmt: skip
     parser.add_argument("--limit", type=count, metavar="N", help="the first N prompts only")
@@ -156,12 +161,14 @@ def _tables(result: Mapping[str, Any]) -> str:
         f"{'method':<14}{'tokens/s':>9}{'tok/round':>10}{'speed-up':>9}{'95 %':>14}" + "".join(f"{phase:>9}" for phase in PHASES)
         + "  equal/near/diff",
     ]  # fmt: skip
+    alone = settings["prompts_read"] <= settings["batch"]  # one group says nothing about others
     for name, one in methods.items():
         speedup, equal = one["speedup"], one["equal_to_plain"]
+        interval = "-" if alone else f"{speedup['low']:.2f}-{speedup['high']:.2f}"
         shares = ["-" if s is None else f"{s / one['seconds_total']:.0%}" for s in (one["seconds"][phase] for phase in PHASES)]
         lines.append(
             f"{name:<14}{one['tokens_per_s']:>9.1f}{_number(one['tokens_per_round']):>10}{speedup['total']:>9.2f}"
-            f"{speedup['low']:>7.2f}-{speedup['high']:<6.2f}" + "".join(f"{share:>9}" for share in shares)
+            f"{interval:>14}" + "".join(f"{share:>9}" for share in shares)
             + f"  {'sampled' if equal is None else '/'.join(str(equal[verdict]) for verdict in VERDICTS)}"
         )  # fmt: skip
     lines += ["", f"{'speed-up by category':<24}" + "".join(f"{name:>14}" for name in methods)]

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-import torch
-from transformers import LogitsProcessor
+from processors import Memory
 
 import specdec
 from specdec import Budget, Context, FixedPlanner, Kind, NullDrafter, Planner
@@ -34,19 +33,6 @@ class ByLength(Planner):
 
     def select(self, state: None, rows: Sequence[int]) -> None:
         return None
-
-
-class Memory(LogitsProcessor):
-    """Remembers every call and the scores that it was shown, and lets both decide."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-        self.mass: torch.Tensor | float = 0.0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.seen.append(int(input_ids[0, -1]))
-        self.mass = 0.5 * self.mass + scores.max(-1, keepdim=True).values
-        return scores + torch.sin(self.mass * torch.arange(1, V + 1)) + 0.3 * len(self.seen) * torch.eye(V)[sum(self.seen) % V]
 
 
 OPTIONS = {

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from processors import Memory
 from transformers import LogitsProcessor
 
 import specdec
@@ -29,19 +30,6 @@ PROMPTS = [[1, 2, 3, 1, 2], [4], [5, 6, 5, 6, 5, 6, 5]]
 EXACT = TREE_PASS[torch.float64]
 A_ROUND = object.__new__(Round)
 """Says that a commit is no prompt; a draft model reads nothing else of a round."""
-
-
-class Memory(LogitsProcessor):
-    """Remembers every call and the scores that it was shown, and lets both decide."""
-
-    def __init__(self) -> None:
-        self.seen: list[int] = []
-        self.mass: torch.Tensor | float = 0.0
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        self.seen.append(int(input_ids[0, -1]))
-        self.mass = 0.5 * self.mass + scores.max(-1, keepdim=True).values
-        return scores + torch.sin(self.mass * torch.arange(1, V + 1)) + 0.3 * len(self.seen) * torch.eye(V)[sum(self.seen) % V]
 
 
 class Watched:

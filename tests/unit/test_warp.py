@@ -335,7 +335,7 @@ def test_refusals() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("spread", [0.0, 1.0, 3.0, 8.0])
-@pytest.mark.parametrize("top_p, least", [(0.05, 1), (0.9, 1), (0.9, 300), (0.999, 1)])
+@pytest.mark.parametrize("top_p, least", [(0.05, 1), (0.9, 1), (0.9, 300), (0.999, 1), (0.9, 9000)])
 def test_top_p_keeps_what_transformers_keeps(dtype: torch.dtype, spread: float, top_p: float, least: int) -> None:
     """All of the vocabulary may be needed, or one token of it. Sums in another order round differently, so that a token on the very
     edge may fall on either side; where all are equal it is anyone's choice which of them are kept."""
