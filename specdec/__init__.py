@@ -1,10 +1,19 @@
 """specdec: composable decoding primitives for speculative decoding whose output law is exactly the target's."""
 
 from . import models, testing, tree
-from .acceptors import CoupledAcceptor, GreedyAcceptor, MatchAcceptor, RejectionAcceptor
+from .acceptors import (
+    BlockAcceptor,
+    CoupledAcceptor,
+    GreedyAcceptor,
+    KSeqAcceptor,
+    MatchAcceptor,
+    RejectionAcceptor,
+    TraversalAcceptor,
+    TypicalAcceptor,
+)
 from .base import Acceptor, Context, ContextDrafter, Drafter, Planner, Verifier
 from .custom import custom_generate
-from .drafters import EarlyExitDrafter, ModelDrafter, NGramDrafter, NullDrafter
+from .drafters import EarlyExitDrafter, ModelDrafter, NGramDrafter, NullDrafter, grow
 from .generation import Generation, generate, stream
 from .planning import AdaptivePlanner, FixedPlanner
 from .session import Session
@@ -16,9 +25,10 @@ from .verifiers import SequentialVerifier, TreeVerifier
 __version__ = "0.1.0"
 
 __all__ = [
-    "Acceptance", "Acceptor", "AdaptivePlanner", "Budget", "Commit", "Context", "ContextDrafter", "CoupledAcceptor", "DraftTree",
-    "Drafter", "Draws", "EarlyExitDrafter", "Features", "FixedPlanner", "Generation", "GreedyAcceptor", "Kind", "MatchAcceptor",
-    "ModelDrafter", "NGramDrafter", "NullDrafter", "Planner", "RejectionAcceptor", "Round", "Scores", "SequentialVerifier", "Session",
-    "Stats", "TargetFacts", "TreeVerifier", "Verification", "Verifier",
-    "chain", "custom_generate", "generate", "models", "stream", "testing", "tree",
+    "Acceptance", "Acceptor", "AdaptivePlanner", "BlockAcceptor", "Budget", "Commit", "Context", "ContextDrafter", "CoupledAcceptor",
+    "DraftTree", "Drafter", "Draws", "EarlyExitDrafter", "Features", "FixedPlanner", "Generation", "GreedyAcceptor", "KSeqAcceptor",
+    "Kind", "MatchAcceptor", "ModelDrafter", "NGramDrafter", "NullDrafter", "Planner", "RejectionAcceptor", "Round", "Scores",
+    "SequentialVerifier", "Session", "Stats", "TargetFacts", "TraversalAcceptor", "TreeVerifier", "TypicalAcceptor", "Verification",
+    "Verifier",
+    "chain", "custom_generate", "generate", "grow", "models", "stream", "testing", "tree",
 ]  # fmt: skip

@@ -56,6 +56,10 @@ class Drafter(ABC):
     """Hidden states of the target that should come with every commit."""
     draws: frozenset[Kind] = frozenset({Kind.POINT})
     """Every kind of draw that its trees may hold. An acceptor is chosen, or refused, by this before anything is decoded."""
+    chains: bool = False
+    """Whether all its trees are chains, where no node has two children."""
+    fixed_widths: bool = False
+    """Whether how many samples are drawn below a node is settled before the first of them is."""
 
     @abstractmethod
     def begin(self, ctx: Context) -> State:
@@ -193,6 +197,10 @@ class Acceptor(ABC):
     """Kinds of draw it treats exactly. A tree with any other is refused rather than answered with a biased text."""
     greedy: ClassVar[bool] = False
     """Whether it follows the target's argmax instead of its law."""
+    chains: ClassVar[bool] = False
+    """Whether it takes chains alone."""
+    fixed_widths: ClassVar[bool] = False
+    """Whether it takes siblings that are samples only if their number is settled before the first of them is drawn."""
 
     @abstractmethod
     def accept(self, tree: DraftTree, verification: Verification, source: Source) -> Acceptance:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 from transformers import GenerationConfig, PreTrainedTokenizerBase
 
-from .acceptors import GreedyAcceptor, MatchAcceptor, RejectionAcceptor
+from .acceptors import BlockAcceptor, GreedyAcceptor, MatchAcceptor, TraversalAcceptor
 from .base import Acceptor, Drafter, Planner, Verifier
 from .loop import compatible, decode
 from .options import resolve
@@ -56,19 +57,23 @@ class Generation:
 
 
 def default_acceptor(drafter: Drafter, greedy: bool) -> Acceptor:
-    """The best lossless rule for what this drafter draws."""
+    """The lossless rule that accepts most of what this drafter draws, as a rule: surely of chains, and of points."""
     if greedy:
         return GreedyAcceptor()
-    return MatchAcceptor() if drafter.draws <= {Kind.POINT} else RejectionAcceptor()
+    if drafter.draws <= {Kind.POINT}:
+        return MatchAcceptor()
+    return BlockAcceptor() if drafter.chains else TraversalAcceptor()
 
 
 def check_parts(drafter: Any, acceptor: Any, verifier: Any, planner: Any) -> None:
-    """Raise `TypeError` for what is no part of its kind; all but the drafter may be `None`."""
+    """Raise `TypeError` for what is no part of its kind; all but the drafter may be `None`. Warn of a rule that is not lossless."""
     for name, part, kind in (("drafter", drafter, Drafter), ("acceptor", acceptor, Acceptor), ("verifier", verifier, Verifier),
                              ("planner", planner, Planner)):  # fmt: skip
         if not isinstance(part, kind) and (part is not None or kind is Drafter):
             given = part.__name__ if isinstance(part, type) else repr(part)
             raise TypeError(f"{name}: got {given}; give an instance of a subclass of specdec.{kind.__name__}")
+    if acceptor is not None and not acceptor.lossless:
+        warnings.warn(f"acceptor: {acceptor!r} is lossy: the law of the text will not be the target's", stacklevel=4)
 
 
 def stream(model: Any, input_ids: Any, *, drafter: Any, **arguments: Any) -> Iterator[Round]:
@@ -88,7 +93,7 @@ def generate(model: Any, input_ids: Any, *, drafter: Any, streamer: Streamer | N
         model: a Hugging Face decoder-only model, or anything that `specdec.verifiers.make_verifier` takes.
         input_ids: `[B, L]` int64 with `attention_mask` where it is padded (on either side), or a list of rows.
         drafter: what guesses; `NullDrafter()` is plain decoding.
-        acceptor: the rule; left out, the best lossless one for the drafter.
+        acceptor: the rule; left out, a lossless one that suits the drafter's draws: see `default_acceptor`.
         verifier: how the target is run; left out, one tree pass a round.
         planner: how much is drafted; left out, 10 tokens a round.
         attention_mask: `[B, L]`, 0 at padding.

@@ -15,11 +15,11 @@ from .options import Options
 from .ragged import Ragged
 from .rng import Rng
 from .session import Session
-from .tree import check, evidence
-from .types import PAD, Acceptance, Budget, DraftTree, Draws, Float, Int64, Round, Verification, sent
+from .tree import answer_form, check, check_answer, evidence
+from .types import PAD, Acceptance, Budget, DraftTree, Float, Int64, Kind, Round, Verification, sent
 from .warp import invalid
 
-__all__ = ["decode"]
+__all__ = ["compatible", "decode", "treats"]
 
 PREFILL_CHUNK = 512
 _NO_LAW = (
@@ -103,9 +103,10 @@ def decode(verifier: Verifier, prompts: Sequence[Int64[Tensor, " _"]], options: 
             best = processed.max(-1).indices if options.greedy else None  # on the CPU twice as fast as argmax
             verification = Verification(scores=processed, best=best, features=scores.features, logits=scores.logits)
             acceptance = acceptor.accept(there, verification, source)
-            tree, decided, kept, known = _read(there, None if remote else drafted, verification, acceptance)
+            tree, told, decided, kept, known = _read(there, None if remote else drafted, verification, acceptance)
             if remote:
                 _fits(tree, pending, budget, drafter, facts.vocab_size, known)
+            check_answer(tree, told, facts.vocab_size)
             clock.stop("accept")
             # The cut comes before the commit, so that ids, scores, text and cache agree.
             cuts = []
@@ -128,7 +129,7 @@ def decode(verifier: Verifier, prompts: Sequence[Int64[Tensor, " _"]], options: 
                 logprobs=tuple(tuple(d.logprobs[: len(e)]) for d, e in zip(decided, emitted, strict=True)),
                 accepted=tuple(min(len(e), d.accepted) for d, e in zip(decided, emitted, strict=True)),
                 attempted=tuple(min(d.attempted, len(e)) for d, e in zip(decided, emitted, strict=True)),
-                finish_reason=tuple(reasons), seconds=clock.so_far(), prefilled=prefilled,
+                finish_reason=tuple(reasons), seconds=clock.so_far(), prefilled=prefilled, lossless=acceptor.lossless,
             )  # fmt: skip
             states[1] = drafter.observe(states[1], done.commit, done)
             clock.stop("draft")
@@ -147,6 +148,15 @@ def decode(verifier: Verifier, prompts: Sequence[Int64[Tensor, " _"]], options: 
             return
 
 
+def treats(acceptor: Acceptor, drafter: Drafter) -> bool:
+    """Whether the acceptor treats all that the drafter may draw exactly."""
+    return drafter.draws <= acceptor.takes and (drafter.chains or not (acceptor.chains or _asks_widths(acceptor, drafter)))
+
+
+def _asks_widths(acceptor: Acceptor, drafter: Drafter) -> bool:
+    return acceptor.fixed_widths and not drafter.fixed_widths and Kind.IID in drafter.draws
+
+
 def compatible(drafter: Drafter, acceptor: Acceptor, greedy: bool) -> None:
     """Raise `ValueError` if this acceptor can't treat this drafter's draws, or follows another rule than the options ask for."""
     unknown = drafter.draws - acceptor.takes
@@ -154,6 +164,16 @@ def compatible(drafter: Drafter, acceptor: Acceptor, greedy: bool) -> None:
         raise ValueError(
             f"acceptor: {type(acceptor).__name__} treats {_names(acceptor.takes)} draws exactly, but {type(drafter).__name__} may make "
             f"{_names(unknown)} ones; choose an acceptor that takes them, or acceptor=None"
+        )
+    if acceptor.chains and not drafter.chains:
+        raise ValueError(
+            f"acceptor: {type(acceptor).__name__} verifies chains, and {type(drafter).__name__} may draft trees (its `chains` is False); "
+            "choose an acceptor for trees, or acceptor=None, or set chains = True on the drafter if it drafts nothing else"
+        )
+    if not drafter.chains and _asks_widths(acceptor, drafter):
+        raise ValueError(
+            f"acceptor: {type(acceptor).__name__} needs to know how many samples are drawn below a node before the first of them is, and "
+            f"{type(drafter).__name__} does not say so (its `fixed_widths` is False); choose another acceptor, or acceptor=None"
         )
     if greedy != acceptor.greedy:
         rule, wanted = ("greedy", "do_sample=False") if acceptor.greedy else ("sampling", "do_sample=True")
@@ -179,7 +199,7 @@ def _prefill(verifier: Verifier, drafter: Drafter, states: list, prompts: Ragged
 
 
 def _fits(tree: DraftTree, pending: Int64[Tensor, " B"], budget: Budget, drafter: Drafter, vocab_size: int, known: Tensor | None) -> None:
-    check(tree, pending, budget, vocab_size, sums=True, known=known)
+    check(tree, pending, budget, vocab_size, sums=True, known=known, chain=drafter.chains)
     if not tree.draws.kinds <= drafter.draws:
         raise ValueError(
             f"drafter: {type(drafter).__name__}.draws declares {_names(drafter.draws)}, but its tree holds {_names(tree.draws.kinds)} draws"
@@ -208,7 +228,7 @@ class _Decision:
 
 
 def _read(there: DraftTree, here: DraftTree | None, verification: Verification,
-          acceptance: Acceptance) -> tuple[DraftTree, list[_Decision], Float[Tensor, "B D V"], Tensor | None]:  # fmt: skip
+          acceptance: Acceptance) -> tuple[DraftTree, Acceptance, list[_Decision], Float[Tensor, "B D V"], Tensor | None]:  # fmt: skip
     """Bring the round's outcome to the host in a single transfer, which is the only wait for the device in a round.
 
     Args:
@@ -216,34 +236,36 @@ def _read(there: DraftTree, here: DraftTree | None, verification: Verification,
         here: the same on the host, if that is where it was drafted; else it comes along.
 
     Returns:
-        The tree on the host; what was decided; the scores after the accepted nodes, where they are; and the `evidence` of the tree's
-        laws if it was not on the host before.
+        The tree and the answer on the host; what was decided, if the answer is one; the scores after the accepted nodes, where they are;
+        and the `evidence` of the tree's laws if it was not on the host before.
     """
-    count = acceptance.count
+    answer_form(there, acceptance)
+    count, nodes, vocab_size = acceptance.count, there.tokens.shape[1], verification.scores.shape[-1]
     # Where reading costs nothing, no law is normalised that is not needed.
-    width = min(int(count.max()) if count.device.type == "cpu" else there.height + 1, acceptance.path.shape[1])
-    path = acceptance.path[:, :width]
-    node = path.clamp_min(0)
+    width = min(max(1, int(count.max())) if count.device.type == "cpu" else there.height + 1, acceptance.path.shape[1])
+    path, following = acceptance.path[:, :width], acceptance.next_token[:, None]
+    node = path.clamp(0, nodes - 1)  # what lies beyond is told of when it has been read
     after = torch.nn.functional.pad(there.tokens.gather(1, node)[:, 1:], (0, 1))
-    tokens = after.scatter(1, count[:, None] - 1, acceptance.next_token[:, None])
+    tokens = after.scatter(1, (count[:, None] - 1).clamp(0, width - 1), following.clamp(0, vocab_size - 1))
     scores = verification.scores[torch.arange(len(node), device=node.device)[:, None], node]
     logp = scores.log_softmax(-1)
     known = evidence(there) if here is None else None
-    parts = [count[:, None], path, tokens, invalid(logp), logp.gather(-1, tokens[..., None])[..., 0]]
+    parts = [count[:, None], path, following, tokens, invalid(logp), logp.gather(-1, tokens[..., None])[..., 0]]
     if here is None:
         draws = there.draws
         parts += [there.tokens, there.parents, draws.node, draws.kind, draws.law, *([] if known is None else [known.flatten(1)])]
     packed = torch.cat([part.double() for part in parts], 1).cpu().split([part.shape[1] for part in parts], 1)
     if here is None:
-        known = None if known is None else packed[10].unflatten(1, (-1, 3))
-        words, parents, at, kind, law = (part.long() for part in packed[5:10])
-        here = replace(there, tokens=words, parents=parents, draws=Draws(at, kind, law, there.draws.kinds))
-    columns = [packed[0].int().tolist(), *(part.long().tolist() for part in packed[1:3]), packed[3].tolist(), packed[4].tolist()]
+        known = None if known is None else packed[11].unflatten(1, (-1, 3))
+        words, parents, at, kind, law = (part.long() for part in packed[6:11])
+        here = replace(there, tokens=words, parents=parents, draws=replace(there.draws, node=at, kind=kind, law=law))
+    told = acceptance if count.device.type == "cpu" else Acceptance(*(x.long() for x in (packed[1], packed[0][:, 0], packed[2][:, 0])))
+    columns = (told.count.tolist(), told.path[:, :width].tolist(), packed[3].long().tolist(), packed[4].tolist(), packed[5].tolist())
     decisions = []
-    for (n,), nodes, new, bad, row, parents, drawn in zip(*columns, here.parents.tolist(), here.draws.node.tolist(), strict=True):
-        going = any(at > 0 and parents[at] == nodes[n - 1] for at in drawn)
-        decisions.append(_Decision(nodes, new[:n], row[:n], n - 1, n - 1 + going, bad.index(1) if 1 in bad[:n] else n))
-    return here, decisions, scores, known
+    for n, walked, new, bad, row, parents, drawn in zip(*columns, here.parents.tolist(), here.draws.node.tolist(), strict=True):
+        going = any(0 < at < nodes and parents[at] == walked[min(n, width) - 1] for at in drawn)
+        decisions.append(_Decision(walked, new[:n], row[:n], n - 1, n - 1 + going, bad.index(1) if 1 in bad[:n] else n))
+    return here, told, decisions, scores, known
 
 
 def _slim(done: Round, scores: Float[Tensor, "B D V"]) -> Round:

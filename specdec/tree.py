@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from .types import PAD, ROOT, Bool, Budget, DraftTree, Draws, Float, Int64, Kind, sent
+from .types import PAD, ROOT, Acceptance, Bool, Budget, DraftTree, Draws, Float, Int64, Kind, sent
 
 __all__ = [
-    "acceptable", "ancestors", "chain", "check", "depths", "draw_law", "draw_parents", "evidence", "follow", "from_lists", "padded_chain",
-    "path_to", "root_only", "sort_draws",
+    "acceptable", "ancestors", "answer_form", "chain", "check", "check_answer", "depths", "draw_law", "draw_parents", "evidence",
+    "follow", "from_lists", "padded_chain", "path_to", "root_only", "sort_draws",
 ]  # fmt: skip
 
 
@@ -88,18 +88,16 @@ def draw_law(tree: DraftTree, draw: Int64[Tensor, " B"], dtype: torch.dtype, voc
     """The law that draw number `draw` of each row really followed, given the draws before it.
 
     A point mass for a point draw; for a draw without replacement its law less the earlier siblings drawn so from the same law.
-    Rows where the draw is padding hold a point mass on token 0.
+    Rows where the draw is padding hold any law.
     """
     draws, at = tree.draws, draw[:, None]
     node = draws.node.gather(1, at)
-    token = tree.tokens.gather(1, node.clamp_min(0))
-    point = torch.zeros(len(token), vocab_size, dtype=dtype, device=token.device).scatter_(1, token, 1.0)
     if draws.kinds <= {Kind.POINT}:
-        return point
+        return _points(tree.tokens.gather(1, node.clamp_min(0)), dtype, vocab_size)
     if tree.laws is None:
         raise ValueError("laws: the tree holds sampled draws, but their laws are gone; ask for return_rounds='all' to keep them")
     index = draws.law.gather(1, at)
-    law = tree.laws.gather(1, index.clamp_min(0)[..., None].expand(-1, -1, vocab_size))[:, 0].to(dtype)
+    law = tree.laws[torch.arange(len(draw), device=draw.device), index[:, 0].clamp_min(0)].to(dtype)
     if Kind.WITHOUT_REPLACEMENT in draws.kinds:
         earlier = torch.arange(draws.node.shape[1], device=draw.device) < at
         same = (draws.law == index) & (draws.kind == Kind.WITHOUT_REPLACEMENT) & (draws.kind.gather(1, at) == Kind.WITHOUT_REPLACEMENT)
@@ -107,7 +105,14 @@ def draw_law(tree: DraftTree, draw: Int64[Tensor, " B"], dtype: torch.dtype, voc
         gone = torch.where(same, tree.tokens.gather(1, draws.node.clamp_min(0)), vocab_size)
         law = torch.nn.functional.pad(law, (0, 1)).scatter(1, gone, 0.0)[:, :-1]
         law = law / law.sum(-1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
-    return torch.where(draws.kind.gather(1, at) == Kind.POINT, point, law)
+    if Kind.POINT not in draws.kinds:
+        return law
+    points = _points(tree.tokens.gather(1, node.clamp_min(0)), dtype, vocab_size)
+    return torch.where(draws.kind.gather(1, at) == Kind.POINT, points, law)
+
+
+def _points(token: Int64[Tensor, "B 1"], dtype: torch.dtype, vocab_size: int) -> Float[Tensor, "B V"]:
+    return torch.zeros(len(token), vocab_size, dtype=dtype, device=token.device).scatter_(1, token, 1.0)
 
 
 # ------------------------------------------------------------------------------------------------------------ building
@@ -154,7 +159,8 @@ def padded_chain(tokens: Int64[Tensor, "B N"], lengths: Sequence[int], laws: Flo
     if laws is None:
         return tree
     node, kinds = tree.draws.node, frozenset({Kind.IID}) if len(step) else frozenset()
-    return DraftTree(tokens, tree.parents, Draws(node, torch.full_like(node, Kind.IID), (node - 1).clamp_min(-1), kinds), laws)
+    draws = Draws(node, torch.full_like(node, Kind.IID), (node - 1).clamp_min(-1), kinds)
+    return DraftTree(tokens, tree.parents, draws, laws)
 
 
 def from_lists(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> DraftTree:
@@ -173,7 +179,11 @@ _KINDS = frozenset(map(int, Kind))
 
 def evidence(tree: DraftTree) -> Float[Tensor, "B M 3"] | None:
     """What `check` needs to know of each draw's law: its mass on the token drawn, its sum and its least entry; `None` without laws."""
-    if tree.laws is None or not tree.laws.shape[1]:
+    if tree.laws is None:
+        return None
+    if tree.laws.ndim != 3 or len(tree.laws) != len(tree.tokens):
+        raise ValueError(f"laws must be [{len(tree.tokens)}, K, V], got {list(tree.laws.shape)}")
+    if not tree.laws.shape[1]:
         return None
     law, token = tree.draws.law.clamp(0, tree.laws.shape[1] - 1), tree.tokens.gather(1, tree.draws.node.clamp(0, tree.tokens.shape[1] - 1))
     batch = torch.arange(len(law), device=law.device)[:, None]
@@ -183,7 +193,7 @@ def evidence(tree: DraftTree) -> Float[Tensor, "B M 3"] | None:
 
 
 def check(tree: DraftTree, pending: Int64[Tensor, " B"], budget: Budget, vocab_size: int, *, sums: bool = False,
-          known: Float[Tensor, "B M 3"] | None = None) -> None:  # fmt: skip
+          known: Float[Tensor, "B M 3"] | None = None, chain: bool = False) -> None:  # fmt: skip
     """Raise `ValueError` naming row and node if the tree is malformed, breaks its budget, or does not start at `pending`.
 
     It reads the tree on the host; for one on another device bring it over first, with `known` in place of its laws.
@@ -191,6 +201,7 @@ def check(tree: DraftTree, pending: Int64[Tensor, " B"], budget: Budget, vocab_s
     Args:
         sums: also check that every law used is non-negative and sums to one.
         known: `evidence` of the tree, if it was computed before.
+        chain: also check that no node has two children.
     """
     batch, nodes = tree.tokens.shape
     devices = {x.device for x in (tree.tokens, tree.parents, tree.draws.node, tree.draws.kind, tree.draws.law, tree.laws) if x is not None}
@@ -202,15 +213,20 @@ def check(tree: DraftTree, pending: Int64[Tensor, " B"], budget: Budget, vocab_s
         raise ValueError(f"tree: tokens {list(tree.tokens.shape)} and parents {list(tree.parents.shape)} must both be [{len(pending)}, N]")
     limits = zip(pending.tolist(), budget.nodes.tolist(), budget.depth.tolist(), budget.width.tolist(), strict=True)
     for row, (tokens, parents, limit) in enumerate(zip(tree.tokens.tolist(), tree.parents.tolist(), limits, strict=True)):
-        bad = _bad_node(tokens, parents, *limit, vocab_size, tree.height)
+        bad = _bad_node(tokens, parents, *limit, vocab_size, tree.height, chain)
         if bad is not None:
             node, what = bad
             raise ValueError(f"tree: row {row}, node {node} (token {tokens[node]}, parent {parents[node]}) {what}")
+    shapes = [list(x.shape) for x in (tree.draws.node, tree.draws.kind, tree.draws.law)]
+    if shapes[0] != shapes[1] or shapes[0] != shapes[2] or len(shapes[0]) != 2 or shapes[0][0] != batch:
+        raise ValueError(f"draws: node, kind and law must all be [{batch}, M], got {shapes}")
+    if any(x.dtype != torch.int64 for x in (tree.draws.node, tree.draws.kind, tree.draws.law)):
+        raise ValueError("draws: node, kind and law must be int64")
     _check_draws(tree, vocab_size, sums, evidence(tree) if known is None else known)
 
 
 def _bad_node(tokens: list[int], parents: list[int], pending: int, most: int, deepest: int, widest: int, vocab_size: int,
-              height: int) -> tuple[int, str] | None:  # fmt: skip
+              height: int, chain: bool) -> tuple[int, str] | None:  # fmt: skip
     """The first node of a row that must not be as it is, and why."""
     if parents[0] != ROOT:
         return 0, f"must be the root, with parent {ROOT}"
@@ -234,6 +250,8 @@ def _bad_node(tokens: list[int], parents: list[int], pending: int, most: int, de
             return node, "is one more than the budget's nodes"
         if depth[node] > deepest:
             return node, "is deeper than the budget's depth"
+        if chain and children[parent] > 1:
+            return node, "is a second child, but the drafter says that it drafts chains"
         if children[parent] > widest:
             return node, "has more siblings than the budget's width"
         if depth[node] > height:
@@ -244,10 +262,6 @@ def _bad_node(tokens: list[int], parents: list[int], pending: int, most: int, de
 def _check_draws(tree: DraftTree, vocab_size: int, sums: bool, known: Float[Tensor, "B M 3"] | None) -> None:
     draws, (batch, nodes) = tree.draws, tree.tokens.shape
     count = 0 if tree.laws is None else tree.laws.shape[1]
-    if not (draws.node.shape == draws.kind.shape == draws.law.shape) or draws.node.shape[0] != batch:
-        raise ValueError(
-            f"draws: node, kind and law must all be [{batch}, M], got {[list(x.shape) for x in (draws.node, draws.kind, draws.law)]}"
-        )
     if count and tree.laws.shape[::2] != (batch, vocab_size):
         raise ValueError(f"laws must be [{batch}, K, {vocab_size}], got {list(tree.laws.shape)}")
     slack = 1e-9 if count and tree.laws.dtype == torch.float64 else 1e-3  # a float32 softmax of 262k tokens is off by 4e-5 on the CPU
@@ -281,3 +295,41 @@ def _check_draws(tree: DraftTree, vocab_size: int, sums: bool, known: Float[Tens
                     gone.add(key)
             if bad:
                 raise ValueError(f"draws: row {row}, draw {draw} (node {node}) {bad}")
+
+
+def answer_form(tree: DraftTree, answer: Acceptance) -> None:
+    """Raise `ValueError` if a field of an acceptor's answer has the wrong shape or dtype; its values are not read."""
+    batch = len(tree.tokens)
+    for name, value, axes in (("path", answer.path, "D"), ("count", answer.count, ""), ("next_token", answer.next_token, "")):
+        if value.dtype != torch.int64 or value.ndim != 1 + len(axes) or len(value) != batch or 0 in value.shape[1:]:
+            allowed = f"[{', '.join([str(batch), *axes])}]"
+            raise ValueError(f"acceptance: {name} is {list(value.shape)} {value.dtype}; allowed is {allowed} torch.int64")
+
+
+def check_answer(tree: DraftTree, answer: Acceptance, vocab_size: int) -> None:
+    """Raise `ValueError`, naming row and node, unless an acceptor's answer is a path of drafted nodes from the root down, with -1 behind
+    its `count`, and a next token of the vocabulary. All on the host."""
+    answer_form(tree, answer)
+    answers = (answer.path.tolist(), answer.count.tolist(), answer.next_token.tolist())
+    rows = zip(*answers, tree.parents.tolist(), tree.draws.node.tolist(), strict=True)
+    for row, (path, count, token, parents, drawn) in enumerate(rows):
+        node, bad = None, None
+        if not 0 <= token < vocab_size:
+            bad = f"the next token lies outside the vocabulary of {vocab_size}"
+        elif not 1 <= count <= len(path):
+            bad = "count must be at least 1 and at most the length of the path"
+        for place, node in enumerate(path if bad is None else ()):
+            above = path[place - 1] if place else ROOT
+            if place >= count:
+                bad = None if node == -1 else "should be -1, behind the end of the path"
+            elif not 0 <= node < len(parents):
+                bad = "is no node of the tree"
+            elif parents[node] != above:
+                bad = "is no child of the node before it" if place else "is not the root"
+            elif place and node not in drawn:
+                bad = "is a node on which no draw landed"
+            if bad is not None:
+                break
+        if bad is not None:
+            where = f"row {row}" if node is None else f"row {row}, node {node}"
+            raise ValueError(f"acceptance: {where} (path {path}, count {count}, next token {token}) {bad}")

@@ -30,7 +30,7 @@ else:
 
 __all__ = [
     "Acceptance", "Bool", "Budget", "Commit", "DraftTree", "Draws", "Features", "Float", "Int64", "Kind", "NO_FEATURES",
-    "PAD", "ROOT", "Round", "Scores", "TargetFacts", "Verification", "sent",
+    "PAD", "ROOT", "Round", "Scores", "TargetFacts", "Verification", "probabilities", "sent",
 ]  # fmt: skip
 
 ROOT = -1
@@ -43,6 +43,13 @@ def sent(data: Tensor | Sequence[Any], device: torch.device | str, dtype: torch.
     """The data on a device, whose queue is not waited for; on the CPU, where it may be read at once, when it has arrived."""
     tensor = data if isinstance(data, Tensor) else torch.tensor(data, dtype=dtype, device="cpu")
     return tensor.to(device, non_blocking=torch.device(device).type != "cpu")
+
+
+def probabilities(scores: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows V"]:
+    """The law of these scores, which sums to one but for the last place: a softmax over a large vocabulary in float32 does so to 1e-5
+    only, and what is left of such a law after a rejection is off by as much."""
+    law = scores.softmax(-1)
+    return law / law.sum(-1, keepdim=True, dtype=torch.float64).to(law.dtype)
 
 
 class Kind(IntEnum):
@@ -112,7 +119,7 @@ class DraftTree:
         if self.tokens.device == torch.device(device):
             return self
         draws, laws = self.draws, None if self.laws is None else sent(self.laws, device)
-        moved = Draws(sent(draws.node, device), sent(draws.kind, device), sent(draws.law, device), draws.kinds)
+        moved = replace(draws, node=sent(draws.node, device), kind=sent(draws.kind, device), law=sent(draws.law, device))
         return replace(self, tokens=sent(self.tokens, device), parents=sent(self.parents, device), draws=moved, laws=laws)
 
 
@@ -156,6 +163,10 @@ class Verification:
     def logp(self) -> Float[Tensor, "B N V"]:
         """Row i: log-probabilities of the target after node i. Normalised when first asked for: greedy decoding never asks."""
         return self.scores.log_softmax(-1)
+
+    def law(self, node: Int64[Tensor, " B"]) -> Float[Tensor, "B V"]:
+        """The target's probabilities after one node of each row, see `probabilities`."""
+        return probabilities(self.scores[torch.arange(len(node), device=node.device), node])
 
 
 @dataclass(frozen=True)
@@ -204,6 +215,8 @@ class Round:
     """Wall time by phase, see `specdec.stats.PHASES`."""
     prefilled: int = 0
     """Tokens of all rows that the target read before this round without scoring them."""
+    lossless: bool = True
+    """Whether the rule that accepted is."""
 
     @property
     def finished(self) -> tuple[bool, ...]:

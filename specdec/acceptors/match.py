@@ -37,16 +37,13 @@ class CoupledAcceptor(Acceptor):
 
 
 def _walk(tree: DraftTree, verification: Verification, source: Source, purpose: Purpose) -> Acceptance:
-    logp = verification.logp
-    batch, nodes, vocab = logp.shape
     may, above = acceptable(tree), tree.parents.clamp_min(0)
     # All nodes that hold the path drawn so far: merged trees may have several, whose laws are the same.
-    here = torch.arange(nodes, device=logp.device).expand(batch, -1) == 0
-    node = torch.zeros(batch, dtype=torch.int64, device=logp.device)
+    here = (torch.arange(above.shape[1], device=above.device) == 0).expand_as(above)
+    node = torch.zeros_like(above[:, 0])
     next_token, going = node, torch.ones_like(node, dtype=torch.bool)
     for depth in range(tree.height + 1):
-        law = logp.gather(1, node[:, None, None].expand(-1, -1, vocab))[:, 0].exp()
-        token = source.categorical(law, purpose, depth, going)
+        token = source.categorical(verification.law(node), purpose, depth, going)
         next_token = torch.where(going, token, next_token)
         here = here.gather(1, above) & (tree.parents >= 0) & (tree.tokens == token[:, None]) & may & going[:, None]
         going = here.any(-1)

@@ -10,7 +10,7 @@ from ..base import Acceptor
 from ..rng import Purpose, Source
 from ..tree import draw_law, path_to, sort_draws
 from ..types import Acceptance, DraftTree, Kind, Verification
-from .residual import step
+from .residual import failing
 
 __all__ = ["RejectionAcceptor"]
 
@@ -26,19 +26,20 @@ class RejectionAcceptor(Acceptor):
     takes: ClassVar[frozenset[Kind]] = frozenset(Kind)
 
     def accept(self, tree: DraftTree, verification: Verification, source: Source) -> Acceptance:
-        logp = verification.logp
-        batch, _, vocab = logp.shape
-        node = torch.zeros(batch, dtype=torch.int64, device=logp.device)
-        residual, whole = logp[:, 0].exp(), logp.new_ones(batch)
+        node = torch.zeros_like(tree.tokens[:, 0])
+        residual = verification.law(node)
+        whole = torch.zeros_like(residual[:, 0], dtype=torch.float64)
         order, parents = sort_draws(tree)
         for number in range(order.shape[1]):
             draw, here = order[:, number], parents[:, number] == node
+            if here.device.type == "cpu" and not here.any():  # elsewhere a look would wait for the device
+                continue
             child = tree.draws.node.gather(1, draw[:, None]).clamp_min(0)
-            token = tree.tokens.gather(1, child)[:, 0]
-            num, den, _, failed = step(whole, residual, draw_law(tree, draw, logp.dtype, vocab), token)
-            passed = source.accept(num, den, number, here)
+            token = tree.tokens.gather(1, child)
+            law = draw_law(tree, draw, residual.dtype, residual.shape[1])
+            passed = source.accept(residual.gather(1, token)[:, 0], law.gather(1, token)[:, 0], number, here)
+            _, left = failing(whole, residual, law)
             node = torch.where(passed, child[:, 0], node)
-            law = logp.gather(1, child[..., None].expand(-1, -1, vocab))[:, 0].exp()
-            residual = torch.where(passed[:, None], law, torch.where(here[:, None], failed, residual))
+            residual = torch.where(passed[:, None], verification.law(node), torch.where(here[:, None], left, residual))
         path, count = path_to(tree.parents, node)
         return Acceptance(path, count, source.categorical(residual, Purpose.NEXT, 0))

@@ -80,7 +80,7 @@ def make_methods(names: Sequence[str], setup: Setup) -> dict[str, Method]:
 
 
 def _drafted(setup: Setup, drafter: Drafter, planner: Planner | None = None) -> Method:
-    """`specdec.generate` with this drafter and the best lossless rule for it."""
+    """`specdec.generate` with this drafter and the rule that it takes by itself."""
     planner = planner or FixedPlanner(setup.num_draft)
 
     def decode(prompts: Sequence[list[int]], seeds: Sequence[int]) -> Decoded:

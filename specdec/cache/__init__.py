@@ -1,7 +1,7 @@
 """Keys and values that can be dropped token by token."""
 
 from .full import FullCache
-from .read import read
+from .read import look, read
 from .target import CausalTarget, Shortened, causal_target, copy_cache
 
-__all__ = ["CausalTarget", "FullCache", "Shortened", "causal_target", "copy_cache", "read"]
+__all__ = ["CausalTarget", "FullCache", "Shortened", "causal_target", "copy_cache", "look", "read"]

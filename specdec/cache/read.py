@@ -1,15 +1,18 @@
-"""Text goes into a cache: the prompt, what a draft model has not read yet, and the token that it drafted last."""
+"""Text goes into a cache: the prompt, what a draft model has not read yet, and the token that it drafted last. Branches do not."""
 
 from __future__ import annotations
+
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from ..types import Int64, sent
+from ..tree import ancestors
+from ..types import DraftTree, Float, Int64, sent
 from .full import FullCache
 from .target import CausalTarget
 
-__all__ = ["read"]
+__all__ = ["look", "read"]
 
 
 def read(model: CausalTarget, cache: FullCache, tokens: Int64[Tensor, "B T"], count: Int64[Tensor, " B"], *, logits: bool,
@@ -40,3 +43,24 @@ def read(model: CausalTarget, cache: FullCache, tokens: Int64[Tensor, "B T"], co
     found = model.forward(ids, sent(positions, facts.device), mask, cache, logits=logits, layers=layers)
     cache.commit(steps.expand(batch, -1), count)
     return found
+
+
+def look(model: CausalTarget, cache: FullCache, tree: DraftTree) -> Float[Tensor, "B n W"]:
+    """One pass over the drafted nodes of a tree, of which the cache keeps nothing: the logits after nodes 1 to N - 1.
+
+    The cache holds the root as each row's last token. Padding takes part as scrap, and nodes behind the model's last position mean nothing;
+    an id that the model does not know is read as token 0, as in `read`.
+
+    Args:
+        tree: of two nodes or more, on any device.
+    """
+    facts, seen = model.facts, ancestors(tree.parents)
+    real = (tree.parents >= 0) & (tree.tokens >= 0) & (tree.tokens < facts.vocab_size)
+    ids = sent(torch.where(real, tree.tokens, 0)[:, 1:], facts.device)
+    positions = sent(cache.lengths, seen.device)[:, None] - 2 + seen.sum(-1)[:, 1:]
+    positions = positions.clamp(0, None if facts.max_positions is None else facts.max_positions - 1)
+    cache.open(ids.shape[1])
+    mask = None if ids.shape[1] == 1 and cache.aligned else cache.mask(sent(seen[:, 1:, 1:], facts.device))
+    found, _ = model.forward(ids, sent(positions, facts.device), mask, cache, logits=True)
+    cache.rewind(cache.lengths)
+    return cast(Tensor, found)

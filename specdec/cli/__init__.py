@@ -20,8 +20,8 @@ COMMANDS = (
             'specdec generate --prompt "Name three rivers." --temperature 0.8 --seed 1', text.generate_arguments, text.generate),
     Command("certify", "compute whether acceptors keep the target's law",
             "specdec certify RejectionAcceptor", certify.arguments, certify.run),
-    Command("audit", "compare greedy texts with transformers' own, token for token",
-            "specdec audit --prompts question.jsonl --limit 8 --batch 4", audit.arguments, audit.run),
+    Command("audit", "look at a real model: its greedy texts beside transformers' own, its rounding, its seeded and its sampled texts",
+            "specdec audit --prompts question.jsonl --limit 8 --batch 4 --checks greedy,kernel,rules", audit.arguments, audit.run),
     Command("bench", "time methods side by side, against plain decoding and transformers' own",
             "specdec bench --prompts question.jsonl --methods plain,hf-plain,ngram --limit 8 --dtype bfloat16", bench.arguments, bench.run),
 )  # fmt: skip

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..cache import Shortened, causal_target
+from .grow import Grower
 from .model import ModelDrafter
 
 __all__ = ["EarlyExitDrafter"]
@@ -20,14 +21,14 @@ class EarlyExitDrafter(ModelDrafter):
     Args:
         model: the target, or another model of its vocabulary.
         layers: how many of its decoder layers, from the first, stand before the final norm and the head.
-        sample, logits_processor: see `ModelDrafter`.
+        grow, sample, logits_processor: see `ModelDrafter`.
 
     Raises:
         TypeError: it is not clear how to run the model, or how to shorten it.
-        ValueError: `layers` is below 1 or more than the model has.
+        ValueError: `layers` is below 1 or more than the model has; `grow` draws from two models.
     """
 
-    def __init__(self, model: Any, layers: int, *, sample: bool = True,
+    def __init__(self, model: Any, layers: int, *, grow: Grower | None = None, sample: bool = True,
                  logits_processor: Sequence[Callable[..., Any]] | None = None) -> None:  # fmt: skip
         target = causal_target(model)
         if not isinstance(target, Shortened):
@@ -35,4 +36,4 @@ class EarlyExitDrafter(ModelDrafter):
                 f"model: {type(model).__name__} cannot be run with its first layers alone; allowed are models of Hugging Face transformers "
                 "and objects with a method first(layers) as in specdec.cache.Shortened"
             )
-        super().__init__(target.first(layers), sample=sample, logits_processor=logits_processor)
+        super().__init__(target.first(layers), grow=grow, sample=sample, logits_processor=logits_processor)

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from ..base import Context, Drafter
-from ..cache import FullCache, causal_target, read
+from ..cache import FullCache, causal_target, look, read
 from ..ragged import Ragged
 from ..rng import Purpose, Source
 from ..tree import padded_chain, root_only
-from ..types import PAD, ROOT, Bool, Budget, Commit, DraftTree, Float, Int64, Kind, Round, sent
+from ..types import PAD, ROOT, Bool, Budget, Commit, DraftTree, Float, Int64, Kind, Round, probabilities, sent
 from ..warp import Warper, WarpState
+from .grow import Grower, chain
+from .growth import Growth
 from .vocabulary import Vocabulary, same_tokens
 
 __all__ = ["ModelDrafter"]
@@ -55,7 +57,7 @@ class _State:
 
 
 class ModelDrafter(Drafter):
-    """Drafts a chain, one token after another, with a causal language model of its own.
+    """Drafts with a causal language model of its own: a chain, one token after another, or a tree, level by level.
 
     The model reads each committed token once, in a cache of its own; a round's first pass reads what the last one left over. It may be
     on another device and of another dtype than the target. Where its vocabulary is larger the surplus is never drafted; where it is
@@ -63,29 +65,42 @@ class ModelDrafter(Drafter):
     Rows that outgrow its context are no longer drafted for. Logits of NaN are no error here: a draft that is nonsense is rejected (it
     goes on with token 0, as a draw that was sure to come out so).
 
-    The device is waited for once a round, when `observe` reads what was drafted; processors that look at the text add one per token.
+    For a level of a tree the model reads all nodes above it in one pass, each of which sees its own ancestors. Nothing of that is kept: the
+    next round's first pass reads what was accepted.
+
+    The device is waited for once a round, when `observe` reads what was drafted; processors that look at the text add one per level.
 
     Args:
         model: a decoder-only model of Hugging Face transformers, or a `CausalTarget`. Its ids must mean what the target's mean.
+        grow: the shape of the tree and how its tokens are drawn, see `specdec.drafters.grow`: `chain()` if left out.
         tokenizer, target_tokenizer: give both and that is checked, token by token.
-        sample: draw each token from the model's law. Without it, or when decoding greedily, the most likely one is taken.
+        sample: draw each token from the model's law. Without it, or when decoding greedily, as many of the most likely ones are taken.
         logits_processor: what shapes the draft model's law. Left out, what shapes the target's, which is best for acceptance; an empty
-            list leaves the softmax as it is. One that raises behind some text ends the draft of that row there and is no error here,
+            list leaves the softmax as it is. One that raises behind some text ends the draft there and is no error here,
             where all text is a guess; if one has a memory and a token that stays can't be shown to it, that row is drafted for no more.
 
     Raises:
         TypeError: it is not clear how to run the model, or a processor with memory can't be copied.
-        ValueError: the model can't be used; one tokenizer was given without the other; the two give different tokens one id.
+        ValueError: the model can't be used; `grow` draws from two models; one tokenizer was given without the other; the two give different
+            tokens one id.
     """
 
-    def __init__(self, model: Any, *, tokenizer: Vocabulary | None = None, target_tokenizer: Vocabulary | None = None, sample: bool = True,
+    def __init__(self, model: Any, *, grow: Grower | None = None, tokenizer: Vocabulary | None = None,
+                 target_tokenizer: Vocabulary | None = None, sample: bool = True,
                  logits_processor: Sequence[Callable[..., Any]] | None = None) -> None:  # fmt: skip
         same_tokens(tokenizer, target_tokenizer)
+        if not isinstance(grow, Grower | None):
+            raise TypeError(f"grow: got {grow!r}; give a shape such as specdec.grow.mixed(4, 2, 1)")
+        self._grower = chain() if grow is None else grow
+        if self._grower.samplers > 1:
+            raise ValueError(f"grow: {list(grow.levels)} draws from two models (capitals); there is one here, so use small letters alone")
         self._model = causal_target(model)
         self._sample = sample
         self._processors = None if logits_processor is None else list(logits_processor)
         self._warper(1)  # refuses what can't be used
-        self.draws = frozenset({Kind.POINT, Kind.IID} if sample else {Kind.POINT})
+        self.draws = frozenset({Kind.POINT}) | (self._grower.draws if sample else frozenset())
+        self.chains = self._grower.chains
+        self.fixed_widths = True
 
     def _warper(self, batch: int) -> Warper:
         return Warper([[processor] * batch for processor in self._processors or ()], batch=batch)
@@ -106,7 +121,15 @@ class ModelDrafter(Drafter):
         logits = self._catch_up(state, text, wanted)
         if logits is None:
             return root_only(pending)
-        tokens, laws, trail = [sent(pending, state.ctx.target.device)], [], [state.warp]
+        root = sent(pending, state.ctx.target.device)
+        if self._grower == chain():
+            return self._chain(state, root, text, logits, wanted, source)
+        return self._tree(state, root, text, logits, wanted, budget, source)
+
+    def _chain(self, state: _State, pending: Int64[Tensor, " B"], text: Ragged, logits: Float[Tensor, "B W"], wanted: list[int],
+               source: Source) -> DraftTree:  # fmt: skip
+        """Draw one token after another, each of which stays in the cache until it is known what became of it."""
+        tokens, laws, trail = [pending], [], [state.warp]
         for step in range(max(wanted)):
             active = [n > step for n in wanted]
             if step:
@@ -124,6 +147,36 @@ class ModelDrafter(Drafter):
         tree = padded_chain(torch.stack(tokens, 1), wanted, torch.stack(laws, 1) if laws else None)
         state.draft = _Draft(tree.tokens, wanted, trail)
         return tree
+
+    def _tree(self, state: _State, pending: Int64[Tensor, " B"], text: Ragged, logits: Float[Tensor, "B W"], wanted: list[int],
+              budget: Budget, source: Source) -> DraftTree:  # fmt: skip
+        """Draw level by level, each from one pass over all that was drafted. Of that the cache keeps nothing: which of the branches will
+        be needed is not known, and the next round's first pass reads what was."""
+        points = state.ctx.greedy or not self._sample
+        after, scores, refused = self._show(state, state.warp, text, logits, [n > 0 for n in wanted])
+        wanted = [0 if no else n for n, no in zip(wanted, refused, strict=True)]
+        state.draft = _Draft(pending[:, None], [int(n > 0) for n in wanted], [state.warp, after])
+        depth = torch.tensor(wanted, device="cpu")
+        budget = Budget(torch.where(depth > 0, budget.nodes, 0), depth, budget.width)
+        growth = Growth(self._grower.chosen() if points else self._grower, pending, budget)
+        level, open = scores[:, None], None
+        while growth.more:
+            if growth.height:
+                level, open = self._last_level(state, growth, text, logits, sent([n > 0 for n in wanted], pending.device))
+            growth.level(level if points else _law(level), source, open, floor=-torch.inf if points else 0.0)
+        return growth.tree()
+
+    def _last_level(self, state: _State, growth: Growth, text: Ragged, root: Float[Tensor, "B W"],
+                    active: Bool[Tensor, " B"]) -> tuple[Float[Tensor, "B P V"], Bool[Tensor, "B P"] | None]:  # fmt: skip
+        """The scores after each node of the last level, and where no processor raised, if one did."""
+        tree = DraftTree(growth.tokens, torch.where(active[:, None], growth.parents, PAD))
+        found = look(self._model, state.cache, tree)
+        if state.warper.free:  # it does not ask what lies above
+            return self._scores(state, state.warp, text, found[:, growth.last.start - 1 :], tree)[1], None
+        after, scores = self._scores(state, state.warp, text, torch.cat([root[:, None], found], 1), tree)
+        columns = range(growth.last.start, growth.last.stop)
+        raised = [[column in row.faults for column in columns] for row in after.each]
+        return scores[:, growth.last], ~sent(raised, scores.device) if any(map(any, raised)) else None
 
     def observe(self, state: _State, commit: Commit, round: Round | None = None) -> _State:
         new = [row[:n] for row, n in zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)]
@@ -186,29 +239,38 @@ class ModelDrafter(Drafter):
               active: Sequence[bool]) -> tuple[WarpState, Float[Tensor, "B V"], list[bool]]:  # fmt: skip
         """Have the processors of the active rows see the last token of the text: where they stand then, the scores of the next token,
         and the rows in which one raised, where they stand as before."""
-        facts = state.ctx.target
-        # In the wider of both dtypes, so that the declared laws are as exact as the target's.
-        dtype = torch.float64 if torch.float64 in (facts.dtype, logits.dtype) else torch.float32
-        logits = logits[:, None, : facts.vocab_size].to(facts.device, dtype)
-        logits = torch.nn.functional.pad(logits, (0, facts.vocab_size - logits.shape[-1]), value=-torch.inf)
         parents = torch.tensor([[ROOT if on else PAD] for on in active], device="cpu")
-        after = state.warper.fork(warp)
-        scores = state.warper.scores(after, logits, DraftTree(text.last()[:, None], parents), text.but_last(), certain=False)[:, 0]
+        after, scores = self._scores(state, warp, text, logits[:, None], DraftTree(text.last()[:, None], parents))
         refused = after.faulty
         count = torch.tensor([on and not no for on, no in zip(active, refused, strict=True)], device="cpu").long()
         state.warper.commit(after, torch.zeros_like(count)[:, None], count)
-        return after, scores, refused
+        return after, scores[:, 0], refused
+
+    def _scores(self, state: _State, warp: WarpState, text: Ragged, logits: Float[Tensor, "B N W"],
+                tree: DraftTree) -> tuple[WarpState, Float[Tensor, "B N V"]]:  # fmt: skip
+        """The processed logits after each node of a tree whose root is the text's last token, and where the processors then stand."""
+        facts = state.ctx.target
+        # In the wider of both dtypes, so that the declared laws are as exact as the target's.
+        dtype = torch.float64 if torch.float64 in (facts.dtype, logits.dtype) else torch.float32
+        logits = logits[..., : facts.vocab_size].to(facts.device, dtype)
+        logits = torch.nn.functional.pad(logits, (0, facts.vocab_size - logits.shape[-1]), value=-torch.inf)
+        after = state.warper.fork(warp)
+        return after, state.warper.scores(after, logits, tree, text.but_last(), certain=False)
 
     def _draw(self, state: _State, scores: Float[Tensor, "B V"], source: Source, step: int,
               active: Bool[Tensor, " B"]) -> tuple[Int64[Tensor, " B"], Float[Tensor, "B V"] | None]:  # fmt: skip
         if state.ctx.greedy or not self._sample:
             return torch.where(active, scores.max(-1).indices, 0), None
-        law = scores.softmax(-1)
-        # What is no law is NaN throughout. Another one is as exact, and to look whether it is needed would be to wait for the device.
-        sure = torch.nn.functional.pad(torch.ones_like(law[:1, :1]), (0, law.shape[1] - 1))
-        law = torch.where(law[:, :1].isnan(), sure, law)
-        law = law / law.sum(-1, keepdim=True)  # a float32 softmax misses one by 1e-5, and it is drawn from as if it did not
+        law = _law(scores)
         return source.categorical(law, Purpose.DRAFT, step, active), law
+
+
+def _law(scores: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows V"]:
+    """Of these scores; where they have none, a sure token 0."""
+    law = probabilities(scores)
+    # What is no law is NaN throughout. Another one is as exact, and to look whether it is needed would be to wait for the device.
+    sure = torch.nn.functional.pad(law.new_ones(1), (0, law.shape[-1] - 1))
+    return torch.where(law[..., :1].isnan(), sure, law)
 
 
 def _agree(a: Sequence[int], b: Sequence[int]) -> int:

@@ -46,6 +46,8 @@ class NGramDrafter(Drafter):
         choice: among several matches: "recent" (the last), "first", or "frequent" (what followed most often lately).
     """
 
+    chains = True
+
     def __init__(self, max_ngram: int = 3, min_ngram: int = 1, choice: str = "recent") -> None:
         if not 1 <= min_ngram <= max_ngram:
             raise ValueError(f"min_ngram, max_ngram: got {min_ngram}, {max_ngram}; wanted 1 <= min_ngram <= max_ngram")

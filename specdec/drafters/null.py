@@ -17,6 +17,8 @@ __all__ = ["NullDrafter"]
 class NullDrafter(Drafter):
     """Drafts nothing: every round is one step of plain autoregressive decoding, through the very loop that a method is timed in."""
 
+    chains = True
+
     def begin(self, ctx: Context) -> None:
         return None
 

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 from ..base import Acceptor
 from ..loop import compatible
-from .bounds import chain_optimum, level_optimum, point_optimum
 from .drafters import TableDrafter
-from .enumerate import Branch
-from .laws import TargetLaw, Tokens, expected_tokens, hazard_defect, one_round, tabulated
+from .laws import Tokens, expected_tokens, hazard_defect, one_round, tabulated
+from .optimum import round_optimum
 from .purity import WatchedAcceptor
 from .tables import LawPairs, TableVerifier, law_pairs
 from .tolerances import ROUND_LAW
@@ -31,11 +30,12 @@ SHAPES: dict[str, tuple[int, dict[str, Sequence[str]]]] = {
     "merged samplers": (4, {"mixed": ("pIw",)}),
     "empty": (3, {"none": ()}),
     "uneven rows": (4, {"mixed": ("rp", "i")}),
+    "uneven chain": (4, {"iid": "iii"}),
 }
 """Vocabulary and, for each way of drawing, the levels of a `TableDrafter`. Four tokens where siblings matter: with fewer, faults hide."""
 
 _DEAR = "tree (2,2)"
-_ENOUGH = ("close", "zeros", "one-hot target", "disjoint")
+_ENOUGH = ("generic", "close", "zeros", "one-hot target", "disjoint")
 """Pairs of laws for the shape with the most branches; the others are covered by the other shapes."""
 
 
@@ -58,24 +58,25 @@ class Cell:
         """Room for the whole tree."""
         return 16, max(1, len(self.drafter.levels)), 9
 
-    def optimum(self, targets: Mapping[Tokens, TargetLaw]) -> list[float] | None:
-        """The most tokens that a lossless rule could emit in a round after each prompt, if there is a closed form."""
-        levels = self.drafter.levels
-        if all(level in ("i", "w", "r") for level in levels):
-            drafted = tabulated(TableVerifier(self.pairs.draft), self.prompts, len(levels))
-            return [chain_optimum(len(levels), targets[prompt], drafted[prompt]) for prompt in self.prompts]
-        points = set("".join(levels)) <= {"p"}
-        if not points and len(levels) != 1:
-            return None
-        found: dict[Tokens, list[Branch]] = {prompt: [] for prompt in self.prompts}
-        for branch in drafts(self.drafter, self.verifier, self.prompts, self.plan):
-            found[branch.root].append(branch)
-        if points:
-            return [point_optimum([draw.path for draw in found[prompt][0].result], targets[prompt]) for prompt in self.prompts]
-        return [
-            level_optimum([(frozenset(draw.token for draw in b.result), b.probability) for b in found[prompt]], targets[prompt]([()])[0])
-            for prompt in self.prompts
-        ]
+    def optimum(self, greedy: bool = False) -> list[float] | None:
+        """The most tokens that a lossless rule could emit in a round after each prompt; `None` if that takes scipy and it is missing."""
+        return _optimum(self, greedy)
+
+
+@cache  # it is the same for every acceptor
+def _optimum(cell: Cell, greedy: bool) -> list[float] | None:
+    targets, drafted = tabulated(cell.verifier, cell.prompts, len(cell.drafter.levels), greedy=greedy), _drafted(cell)
+    best = [round_optimum(drafted[prompt], targets[prompt]) for prompt in cell.prompts]
+    return None if None in best else cast("list[float]", best)
+
+
+@cache
+def _drafted(cell: Cell) -> dict[Tokens, dict[frozenset[Tokens], float]]:
+    """The probability of each set of drafted token paths, after each prompt."""
+    found: dict[Tokens, dict[frozenset[Tokens], list[float]]] = {prompt: {} for prompt in cell.prompts}
+    for branch in drafts(cell.drafter, cell.verifier, cell.prompts, cell.plan):
+        found[branch.root].setdefault(frozenset(draw.path for draw in branch.result), []).append(branch.probability)
+    return {prompt: {paths: math.fsum(w) for paths, w in sets.items()} for prompt, sets in found.items()}
 
 
 @cache
@@ -99,9 +100,9 @@ def certify(acceptor: Acceptor, *, cells: Sequence[Cell] | None = None, toleranc
 
     One row per cell of the battery, with the keys `acceptor`, `drafter`, `proposal` (how the tokens are drawn), `shape`, `lossless` (the
     claim), `defect` (see `hazard_defect`, the worst over the pairs of laws), `expected_tokens` a round (mean over the pairs),
-    `efficiency` (their share of the most that a lossless rule could reach, None without a closed form), `verdict` and `reason`.
-    Verdicts: "pass"; "fail"; "lossy" for a defect of a rule that claims none of losslessness; "refused" where the draws are of a kind
-    that the acceptor does not take, and where nothing is decoded.
+    `efficiency` (their share of the most that a lossless rule could reach; None where that takes scipy and it is missing), `verdict` and
+    `reason`. Verdicts: "pass"; "fail"; "lossy" for a defect of a rule that claims none of losslessness; "refused" where the draws are of a
+    kind that the acceptor does not take, and where nothing is decoded.
 
     Args:
         acceptor: the rule. Greedy rules are held against the argmax.
@@ -128,7 +129,7 @@ def _certificate(acceptor: Acceptor, cell: Cell, tolerance: float) -> dict[str, 
     defects = {prompt: hazard_defect(laws[prompt], targets[prompt]) for prompt in cell.prompts}
     worst = max(defects, key=lambda prompt: defects[prompt])
     tokens = [expected_tokens(laws[prompt]) for prompt in cell.prompts]
-    best = cell.optimum(targets)
+    best = cell.optimum(acceptor.greedy)
     efficiency = None if best is None else _share(tokens, best)
     row |= {"defect": defects[worst], "expected_tokens": math.fsum(tokens) / len(tokens), "efficiency": efficiency}
     if defects[worst] <= tolerance:

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
 from ..acceptors import RejectionAcceptor
-from ..base import Acceptor
-from ..types import Budget, Round
-from .laws import hazard_defect, one_round, several_rounds, stand, tabulated, target_law
-from .purity import WatchedDrafter, generators_at_rest, other_seed
-from .subject import LENGTH, Subject, play, propose, propose_at, same_draws, same_story, stories
+from ..base import Acceptor, Drafter
+from ..loop import compatible, treats
+from ..types import Budget, Kind, Round
+from .laws import Plan, expected_tokens, hazard_defect, one_round, several_rounds, stand, tabulated, target_law
+from .purity import WatchedAcceptor, WatchedDrafter, generators_at_rest, other_seed
+from .states import reachable, text_law, worst_state
+from .subject import LENGTH, LOSSLESS, Subject, play, propose, propose_at, same_draws, same_story, stories, subject
 from .tolerances import LAW, ROUND_LAW
 from .truth import drafts, drawn, untruth
 
-__all__ = ["drafter_checks"]
+__all__ = ["certify_drafter", "drafter_checks"]
 
 
 def declared_law(s: Subject) -> None:
@@ -122,6 +126,17 @@ def two_rounds(s: Subject) -> None:
     _exact(s, hazard_defect(law, target_law(s.verifier, context)), f"context {context}, two rounds of {nodes} nodes")
 
 
+def reachable_states(s: Subject) -> None:
+    """The law of the second round is the target's given everything that happened in the first, not the text alone; and so is the law of a
+    text of one token more than a round can draft."""
+    nodes = 2 if s.drafter.draws <= {Kind.POINT} else 1  # branches multiply
+    contexts, plan = s.contexts[-2 if s.vocab_size <= 4 else -1 :], (nodes, nodes, nodes)
+    defect, state = worst_state(reachable(s.drafter, s.verifier, RejectionAcceptor(), contexts, plan), s.verifier)
+    _exact(s, defect, f"{state}, the second round")
+    for context, law in text_law(s.drafter, s.verifier, RejectionAcceptor(), contexts, plan).items():
+        _exact(s, hazard_defect(law, target_law(s.verifier, context)), f"context {context}, a text of {nodes + 1} tokens")
+
+
 def law_with(acceptor: Acceptor) -> Callable[[Subject], None]:
     """The law of one round with this acceptor is the target's."""
 
@@ -136,15 +151,18 @@ def law_with(acceptor: Acceptor) -> Callable[[Subject], None]:
 
 
 def _exact(s: Subject, defect: float, where: str) -> None:
+    assert defect <= _allowed(s), f"{where}: the law of an emitted token is off by {defect:.2e}"
+
+
+def _allowed(s: Subject) -> float:
     dtypes = {s.dtype, s.verifier.facts.dtype}
-    allowed = ROUND_LAW if dtypes == {torch.float64} else max(LAW[dtype] for dtype in dtypes)
-    assert defect <= allowed, f"{where}: the law of an emitted token is off by {defect:.2e}"
+    return ROUND_LAW if dtypes == {torch.float64} else max(LAW[dtype] for dtype in dtypes)
 
 
 _CHECKS: dict[str, Callable[[Subject], None]] = {
     "declared-law": declared_law, "budget": budget, "empty-draft": empty_draft, "short-context": short_context,
     "interleaving": interleaving, "batch-invariance": batch_invariance, "select": select, "determinism": determinism,
-    "arguments": arguments, "two-rounds": two_rounds,
+    "arguments": arguments, "two-rounds": two_rounds, "reachable-states": reachable_states,
 }  # fmt: skip
 
 
@@ -152,5 +170,54 @@ def drafter_checks(s: Subject) -> Iterator[tuple[str, Callable[[Subject], None]]
     """The named checks of a drafter, end to end with every acceptor that takes its draws."""
     yield from _CHECKS.items()
     for acceptor in s.acceptors:
-        if s.drafter.draws <= acceptor.takes:
+        if treats(acceptor, s.drafter):
             yield f"law-{type(acceptor).__name__}", law_with(acceptor)
+
+
+def certify_drafter(drafter: Drafter, acceptors: Sequence[Acceptor] = LOSSLESS, **options: Any) -> Iterator[dict[str, Any]]:
+    """What becomes of the output law with this drafter: one row per acceptor and budget, as `certify` gives them.
+
+    A row fails if its law is off, or if the drafter fails any of its checks: then no row is worth anything. The `reason` names them.
+
+    Args:
+        options: the arguments of `check_drafter`, but for its acceptors.
+    """
+    s = subject(drafter, acceptors=acceptors, **options)
+    failed = "; ".join(filter(None, (_failure(check, s, name) for name, check in _CHECKS.items())))
+    proposal = ", ".join(kind.name.lower().replace("_", " ") for kind in sorted(drafter.draws)) or "none"
+    for acceptor in acceptors:
+        for plan in s.plans:
+            row = {
+                "acceptor": type(acceptor).__name__, "drafter": type(drafter).__name__, "proposal": proposal,
+                "shape": f"budget {','.join(map(str, plan))}", "lossless": acceptor.lossless, "defect": None, "expected_tokens": None,
+                "efficiency": None, "verdict": "refused", "reason": None,
+            }  # fmt: skip
+            yield row | _law_of(s, acceptor, plan, failed)
+
+
+def _failure(check: Callable[[Subject], None], s: Subject, name: str) -> str | None:
+    try:
+        check(s)
+    except Exception as error:  # whatever a reader's drafter raises: the other checks may say more
+        return f"{name}: {type(error).__name__}: {error}"
+    return None
+
+
+def _law_of(s: Subject, acceptor: Acceptor, plan: Plan, failed: str) -> dict[str, Any]:
+    try:
+        compatible(s.drafter, acceptor, acceptor.greedy)
+    except ValueError as error:
+        return {"verdict": "fail", "reason": failed} if failed else {"reason": str(error)}
+    try:
+        laws = one_round(s.drafter, s.verifier, WatchedAcceptor(acceptor), s.contexts, plan)
+        allowed = _allowed(s)
+    except Exception as error:
+        return {"verdict": "fail", "reason": failed or f"{type(error).__name__}: {error}"}
+    targets = tabulated(s.verifier, s.contexts, plan[1], greedy=acceptor.greedy)
+    defect, worst = max((hazard_defect(laws[context], targets[context]), context) for context in s.contexts)
+    numbers = {"defect": defect, "expected_tokens": math.fsum(map(expected_tokens, laws.values())) / len(laws)}
+    if failed:
+        return numbers | {"verdict": "fail", "reason": failed}
+    if defect <= allowed:
+        return numbers | {"verdict": "pass"}
+    return numbers | {"verdict": "fail" if acceptor.lossless else "lossy", "reason": f"worst after context {worst}"}

@@ -19,6 +19,7 @@ from torch import Tensor
 from ..rng import Purpose, Rng, Source
 from ..types import Bool, Float, Int64
 from .purity import generators_at_rest, other_seed
+from .races import second_race
 from .tolerances import DUST, TOTAL
 
 __all__ = ["AddressReuse", "Branch", "EnumeratingRng", "EnumeratingSource", "Irreproducible", "branches"]
@@ -51,6 +52,9 @@ class _Walk:
     queued: list[Script] = field(default_factory=list)
     noise: dict[Address, tuple[float, float]] = field(default_factory=dict)
     """The addresses read so far and, where they are shared, what is known of their uniform variable."""
+    races: dict[Address, tuple[list[float], int]] = field(default_factory=dict)
+    """The same for shared noise of `Purpose.TARGET`: the weights of the race that was run, and who won it. Between two tokens a race is
+    decided by the ratio of two clocks, which is one variable again."""
 
     def choose(self, at: Address, weights: Sequence[float]) -> int:
         """One of the options that have weight: the script's, or the first if the script has ended."""
@@ -58,7 +62,10 @@ class _Walk:
         if not 0 < total < math.inf or min(weights) < 0:
             raise ValueError(f"{_name(self.row, at)}: weights must be finite, not negative and not all 0, got {list(weights)}")
         shares = {option: weight / total for option, weight in enumerate(weights) if weight > DUST * total}
-        if at[2] in self.shared:
+        if at in self.races:
+            race = enumerate(second_race(*self.races[at], weights))
+            shares = {option: share for option, share in race if share > DUST}
+        elif at[2] in self.shared:
             shares = self._known(at, shares)
         elif at in self.noise:
             raise AddressReuse(
@@ -75,7 +82,13 @@ class _Walk:
             self.queued += [(*self.taken, other) for other in others]
         self.taken.append(option)
         self.probability *= shares[option]
-        if at[2] in self.shared:
+        if at[2] in self.shared and at[2] == Purpose.TARGET and len(weights) > 2:
+            if at in self.noise:
+                raise ValueError(f"{_name(self.row, at)}: a third race under one noise has no law that is known here")
+            if at in self.races:
+                self.noise[at] = _UNIT
+            self.races[at] = list(weights), option
+        elif at[2] in self.shared:
             self._learn(at, weights, total, option)
         else:
             self.noise[at] = _UNIT

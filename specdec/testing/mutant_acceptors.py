@@ -8,24 +8,19 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..acceptors import MatchAcceptor, RejectionAcceptor
-from ..acceptors.residual import step
+from ..acceptors import BlockAcceptor, GreedyAcceptor, KSeqAcceptor, MatchAcceptor, RejectionAcceptor, TypicalAcceptor
 from ..base import Acceptor
 from ..rng import Purpose, Source
 from ..tree import depths, draw_law, path_to, sort_draws
 from ..types import Acceptance, Bool, DraftTree, Float, Kind, Verification
-from .mutant_trees import normalised
+from .mutant_deferred import mutant_deferred
+from .mutant_trees import as_iid, left_over, normalised
 from .mutants import Mutant
 
-__all__ = ["Block", "Recursive", "mutant_acceptors", "position_coin", "round_coin"]
+__all__ = ["Recursive", "mutant_acceptors"]
 
 Weights = Float[Tensor, "B V"]
-
-
-def _left(law: Weights, drafted: Weights) -> Weights:
-    rest = (law - drafted).clamp_min(0)
-    mass = rest.sum(-1, keepdim=True)
-    return torch.where(mass > 0, rest / torch.where(mass > 0, mass, 1), law)
+_OFF = "defect ([0-9.]+e-0[12]|0[.][0-9]+|1[.]0);"
 
 
 class Recursive(Acceptor):
@@ -44,7 +39,7 @@ class Recursive(Acceptor):
     takes: ClassVar[frozenset[Kind]] = frozenset(Kind)
 
     def __init__(self, *, weigh: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda num, den: (num, den),
-                 left: Callable[[Weights, Weights, Weights, Weights], Weights] = lambda had, target, child, draft: _left(had, draft),
+                 left: Callable[[Weights, Weights, Weights, Weights], Weights] = lambda had, target, child, draft: left_over(had, draft),
                  finish: Callable[[Weights, Weights, Weights, Bool[Tensor, " B"]], Weights] = lambda left, target, draft, failed: left,
                  number: Callable[[int, int], int] = lambda number, depth: number) -> None:  # fmt: skip
         self.weigh, self.left, self.finish, self.number = weigh, left, finish, number
@@ -73,52 +68,33 @@ class Recursive(Acceptor):
         return Acceptance(path, count, source.categorical(last, Purpose.NEXT, 0))
 
 
-class Block(Acceptor):
-    """Block verification (Sun et al. 2024) on chains, written for the faults that it may have.
+class _PositionCoins(Source):
+    """Coins that belong to the drafted token's own absolute position. Coins behind the accepted token were looked at, and the next round
+    would look at them again."""
 
-    Args:
-        coin: draws a coin of this probability; the honest one is addressed by the round's pending token.
-    """
+    def __init__(self, inner: Source) -> None:
+        self.inner = inner
+
+    def accept(self, num: Tensor, den: Tensor, number: int, active: Tensor | None = None) -> Tensor:
+        chance = (num / den).clamp(0, 1)
+        return (self.categorical(torch.stack([chance, 1 - chance], -1), Purpose.TARGET, number, active) == 0) & (active is None or active)
+
+    def categorical(self, weights: Tensor, purpose: Purpose, number: int, active: Tensor | None = None) -> Tensor:
+        return self.inner.categorical(weights, purpose, number, active)
+
+    def part(self, index: int) -> Source:
+        return _PositionCoins(self.inner.part(index))
+
+
+class _AtPositions(Acceptor):
+    """Block verification with such coins."""
 
     lossless: ClassVar[bool] = True
     takes: ClassVar[frozenset[Kind]] = frozenset(Kind)
-
-    def __init__(self, coin: Callable[[Source, Tensor, int, Tensor], Tensor]) -> None:
-        self.coin = coin
+    chains: ClassVar[bool] = True
 
     def accept(self, tree: DraftTree, verification: Verification, source: Source) -> Acceptance:
-        law = verification.logp.exp()
-        batch, nodes, vocab = law.shape
-        rows, last = torch.arange(batch), nodes - 1
-        drawn = tree.parents >= 0
-        drawn[:, 0] = True
-        budget, ends = [law.new_ones(batch)], []
-        for i in range(last):
-            drafted = draw_law(tree, torch.full((batch,), i), law.dtype, vocab)
-            num, den, failed, rest = step(budget[i], law[:, i], drafted, tree.tokens[:, i + 1])
-            budget.append(torch.where(den > 0, num / torch.where(den > 0, den, 1), 0).clamp_max(1))
-            leaf = ~drawn[:, i + 1]
-            ends.append((torch.where(leaf, budget[i], failed), torch.where(leaf[:, None], law[:, i], rest)))
-        ends.append((budget[last], law[:, last]))
-        done, node, final = torch.zeros(batch, dtype=torch.bool), torch.zeros_like(rows), ends[0][1]
-        for i in range(last, 0, -1):
-            chance, rest = ends[i]
-            hit = self.coin(source, chance, i, drawn[:, i] & ~done)
-            node, final = torch.where(hit, i, node), torch.where(hit[:, None], rest, final)
-            done = done | hit
-        path, count = path_to(tree.parents, node)
-        return Acceptance(path, count, source.categorical(final, Purpose.NEXT, 0))
-
-
-def round_coin(source: Source, chance: Tensor, number: int, active: Tensor) -> Tensor:
-    """A coin that belongs to the round, as it should."""
-    return source.accept(chance, torch.ones_like(chance), number, active)
-
-
-def position_coin(source: Source, chance: Tensor, number: int, active: Tensor) -> Tensor:
-    """A coin that belongs to the drafted token's own absolute position. Coins behind the accepted token were looked at, and the next
-    round would look at them again."""
-    return (source.categorical(torch.stack([chance, 1 - chance], -1), Purpose.TARGET, number, active) == 0) & active
+        return BlockAcceptor().accept(tree, verification, _PositionCoins(source))
 
 
 class _Impure(Acceptor):
@@ -165,41 +141,78 @@ class _Trailing(Acceptor):
         return Acceptance(got.path.clamp_min(0), got.count, got.next_token)
 
 
+class _Argmax(Acceptor):
+    """Accepts a drafted token if and only if it is the target's most likely one, and draws the token behind."""
+
+    lossless: ClassVar[bool] = True
+    takes: ClassVar[frozenset[Kind]] = frozenset(Kind)
+
+    def accept(self, tree: DraftTree, verification: Verification, source: Source) -> Acceptance:
+        got = GreedyAcceptor().accept(tree, verification, source)
+        last = got.path.gather(1, got.count[:, None] - 1)[:, 0]
+        return Acceptance(got.path, got.count, source.categorical(verification.law(last), Purpose.NEXT, 0))
+
+
+class _Claims(Acceptor):
+    """Another rule, said to be lossless for every kind of draw."""
+
+    lossless: ClassVar[bool] = True
+    takes: ClassVar[frozenset[Kind]] = frozenset(Kind)
+
+    def __init__(self, inner: Acceptor, alter: Callable[[DraftTree], DraftTree] = lambda tree: tree) -> None:
+        self.inner, self.alter = inner, alter
+
+    def accept(self, tree: DraftTree, verification: Verification, source: Source) -> Acceptance:
+        return self.inner.accept(self.alter(tree), verification, source)
+
+
 def mutant_acceptors() -> dict[str, Mutant]:
     """Every faulty acceptor by the name of its fault."""
     honest: Any = Recursive()
 
-    def wrong(check: str, says: str = "defect [0-9.]+(e-0[12])?;", **fault: Any) -> Mutant:
+    def wrong(check: str, says: str = _OFF, **fault: Any) -> Mutant:
         return Mutant(Recursive(**fault), check, honest, says)
 
     chain, tree, level = "law-chain-3-iid", "law-tree-(2,2)-without-replacement", "law-level-2-iid"
     return {
         "no residual": wrong(chain, finish=lambda left, target, draft, failed: target),
-        "residual of the wrong node": wrong(chain, left=lambda had, target, child, draft: _left(child, draft)),
+        "residual of the wrong node": wrong(chain, left=lambda had, target, child, draft: left_over(child, draft)),
         "residual forgets most of the draft's law": wrong(
-            chain, left=lambda had, target, child, draft: _left(had, draft * (draft >= draft.amax(-1, keepdim=True)))
+            chain, left=lambda had, target, child, draft: left_over(had, draft * (draft >= draft.amax(-1, keepdim=True)))
         ),
-        "residual not chained among siblings": wrong(tree, left=lambda had, target, child, draft: _left(target, draft)),
+        "residual is one token": wrong(
+            chain, left=lambda had, target, child, draft: torch.nn.functional.one_hot((had - draft).argmax(-1), had.shape[-1]).to(had)
+        ),
+        "residual not chained among siblings": wrong(tree, left=lambda had, target, child, draft: left_over(target, draft)),
         "siblings tested against the target, not the residual": wrong(
             level, left=lambda had, target, child, draft: target,
-            finish=lambda left, target, draft, failed: torch.where(failed[:, None], _left(target, draft), left),
+            finish=lambda left, target, draft, failed: torch.where(failed[:, None], left_over(target, draft), left),
         ),
         "bonus from unprocessed logits": wrong(  # before a temperature of one half
             chain, finish=lambda left, target, draft, failed: torch.where(failed[:, None], left, normalised(left.sqrt()))
         ),
-        "bonus from the last residual": wrong(tree, finish=lambda left, target, draft, failed: _left(left, draft)),
+        "bonus from the last residual": wrong(tree, finish=lambda left, target, draft, failed: left_over(left, draft)),
         "accepts with <=, so also at p = 0": wrong(
             chain, "defect [0-9.]+e-08", weigh=lambda num, den: (torch.where(num > 0, num, den * 2.0**-24), den)
         ),
         "ratio the wrong way round": wrong(chain, weigh=lambda num, den: (den, num)),
-        "lenience": wrong(chain, weigh=lambda num, den: (num * 1.1, den)),
+        "lenience of 2": wrong(chain, weigh=lambda num, den: (num * 2, den)),
+        "lenience of 1.1": wrong(chain, weigh=lambda num, den: (num * 1.1, den)),
         "accepts whenever p >= q": wrong(chain, weigh=lambda num, den: ((num >= den) * den, den)),
+        "accepts the argmax alone": Mutant(_Argmax(), chain, MatchAcceptor(), _OFF),
+        "accepts whatever is likely enough": wrong(chain, weigh=lambda num, den: (torch.where(num >= 0.5, den, num), den)),
+        "residual is the absolute difference": wrong(chain, left=lambda had, target, child, draft: normalised((had - draft).abs())),
+        "typical acceptance, said to be lossless": Mutant(_Claims(TypicalAcceptor()), chain, TypicalAcceptor(), _OFF),
+        "K-SEQ takes draws without replacement": Mutant(
+            _Claims(KSeqAcceptor(), as_iid), "law-level-2-without-replacement", KSeqAcceptor(), _OFF
+        ),
         "one coin for all siblings": wrong(level, "AddressReuse.*purpose ACCEPT, number 1", number=lambda number, depth: depth),
         "coins belong to absolute positions": Mutant(
-            Block(position_coin), "two-rounds", Block(round_coin), "AddressReuse.*purpose TARGET"
+            _AtPositions(), "two-rounds", BlockAcceptor(), "AddressReuse.*purpose TARGET"
         ),
         "writes into its arguments": Mutant(_Impure(), chain, RejectionAcceptor(), "Touched: verification.scores"),
         "sees its batch mates": Mutant(_FirstRow(), "batch-invariance", MatchAcceptor(), "in the batch"),
         "accepts probes": Mutant(_Probing(), "probes", MatchAcceptor(), "no draw landed"),
-        "path not padded with -1": Mutant(_Trailing(), "answer", MatchAcceptor(), r"path \[0, .*, 0\], count"),
+        "path not padded with -1": Mutant(_Trailing(), "answer", MatchAcceptor(), "should be -1, behind the end"),
+        **mutant_deferred(),
     }  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,8 +12,8 @@ from ..tree import ancestors, draw_parents
 from ..types import PAD, Bool, DraftTree, Draws, Float, Kind
 
 __all__ = [
-    "as_iid", "as_sampled", "best_kept", "multiplicity_forgotten", "normalised", "other_temperature", "raw_law", "resorted",
-    "unlikely_dropped",
+    "as_iid", "as_points", "as_sampled", "best_kept", "left_over", "multiplicity_forgotten",
+    "normalised", "other_temperature", "raw_law", "reranked", "resorted", "second_after_first", "unlikely_dropped",
 ]  # fmt: skip
 
 
@@ -21,8 +22,13 @@ def normalised(weights: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows V"]:
     return weights / weights.sum(-1, keepdim=True).clamp_min(1e-300)
 
 
-def _redrawn(tree: DraftTree, **changes: Tensor) -> DraftTree:
-    assert tree.draws is not None
+def left_over(law: Float[Tensor, "*rows V"], drawn: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows V"]:
+    """What the draft does not cover of a law; the law itself if it covers all."""
+    rest = (law - drawn).clamp_min(0)
+    return torch.where(rest.sum(-1, keepdim=True) > 0, normalised(rest), law)
+
+
+def _redrawn(tree: DraftTree, **changes: Any) -> DraftTree:
     kept = {name: getattr(tree.draws, name) for name in ("node", "kind", "law")}
     return replace(tree, draws=Draws(**{**kept, **changes}))
 
@@ -39,9 +45,9 @@ def raw_law(tree: DraftTree) -> DraftTree:
     return replace(tree, laws=normalised(torch.where(tree.laws > 0, tree.laws, least / 2)))
 
 
-def as_sampled(tree: DraftTree) -> DraftTree:
+def as_sampled(tree: DraftTree, vocab_size: int = 4) -> DraftTree:
     """Chosen tokens, declared as samples of a law of which they are the argmax."""
-    draws, vocab_size = tree.draws, tree.laws.shape[-1]
+    draws = tree.draws
     token = tree.tokens.gather(1, draws.node.clamp_min(0))
     laws = 0.6 * torch.nn.functional.one_hot(token, vocab_size).double() + 0.4 / vocab_size
     numbers = torch.arange(draws.node.shape[1]).expand_as(draws.node)
@@ -50,7 +56,7 @@ def as_sampled(tree: DraftTree) -> DraftTree:
 
 def as_iid(tree: DraftTree) -> DraftTree:
     """Drawn without replacement, declared as drawn with it."""
-    return _redrawn(tree, kind=torch.full_like(tree.draws.kind, Kind.IID))
+    return _redrawn(tree, kind=torch.where(tree.draws.kind == Kind.WITHOUT_REPLACEMENT, Kind.IID, tree.draws.kind))
 
 
 def _likelihood(tree: DraftTree) -> Float[Tensor, "B M"]:
@@ -94,3 +100,24 @@ def multiplicity_forgotten(tree: DraftTree) -> DraftTree:
     node = tree.draws.node
     again = (node[:, :, None] == node[:, None, :]) & (torch.arange(node.shape[1])[None, :] < torch.arange(node.shape[1])[:, None])
     return _redrawn(tree, node=torch.where(again.any(-1), -1, node))
+
+
+def as_points(tree: DraftTree) -> DraftTree:
+    """Declared as chosen, which is right however the tokens came about."""
+    nothing = torch.full_like(tree.draws.law, -1)
+    return _redrawn(replace(tree, laws=None), kind=torch.full_like(tree.draws.kind, Kind.POINT), law=nothing)
+
+
+def reranked(tree: DraftTree) -> DraftTree:
+    """The likelier half of all nodes, by the product of the draft's law down to each (EAGLE-2), declared as if nothing had happened."""
+    likelihood, node = _likelihood(tree), tree.draws.node
+    own = torch.ones_like(tree.tokens, dtype=likelihood.dtype).scatter(1, node.clamp_min(0), torch.where(node > 0, likelihood, 1))
+    score = torch.where(ancestors(tree.parents), own[:, None, :], 1).prod(-1).gather(1, node.clamp_min(0))
+    score = torch.where(node >= 0, score, -1)
+    better = (score[:, None, :] > score[:, :, None]).sum(-1)
+    return _without(tree, (node >= 0) & (better >= (node.shape[1] + 1) // 2))
+
+
+def second_after_first(tree: DraftTree) -> DraftTree:
+    """A second sample only where the first one is token 1: what is drawn next may depend on what was drawn, and here it does."""
+    return _without(tree, (torch.arange(tree.draws.node.shape[1]) > 0) & (tree.tokens[:, 1:2] != 1))

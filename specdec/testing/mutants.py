@@ -18,18 +18,22 @@ from ..models.table import TableModel
 from ..ragged import Ragged
 from ..rng import Purpose, Source
 from ..tree import chain
-from ..types import Budget, Commit, DraftTree, Int64, Kind, Round
+from ..types import ROOT, Budget, Commit, DraftTree, Draws, Int64, Kind, Round
 from .drafters import TableDrafter
 from .mutant_trees import (
     as_iid,
+    as_points,
     as_sampled,
     best_kept,
     multiplicity_forgotten,
     other_temperature,
     raw_law,
+    reranked,
     resorted,
+    second_after_first,
     unlikely_dropped,
 )  # fmt: skip
+from .tables import windows
 
 __all__ = ["Mutant", "mutant_drafters"]
 
@@ -47,13 +51,16 @@ class Mutant:
     """What the check says, as a regular expression: the mutant must fail for its own fault."""
 
 
+_OFF = "off by [0-9.]+e-0[12]"
+
+
 class _Held(Drafter):
     """A drafter that changes what another one does in one way: its tree, or the source it draws from."""
 
     def __init__(self, inner: Drafter, alter: Callable[[DraftTree], DraftTree] = lambda tree: tree,
-                 source: Callable[[Source], Source] = lambda source: source) -> None:  # fmt: skip
-        self.inner, self.alter, self.source = inner, alter, source
-        self.draws = frozenset(Kind)
+                 source: Callable[[Source], Source] = lambda source: source, fixed_widths: bool = False) -> None:  # fmt: skip
+        self.inner, self.alter, self.source, self.fixed_widths = inner, alter, source, fixed_widths
+        self.draws = frozenset(Kind) if not fixed_widths else inner.draws
 
     def begin(self, ctx: Context) -> Any:
         return self.inner.begin(ctx)
@@ -156,20 +163,63 @@ class _Leftovers(Drafter):
         return self.inner.select(state[0], rows), [state[1][row] for row in rows]
 
 
+class _Debtor(Drafter):
+    """Says a fair coin aloud in every other round, as a chosen token 0 or 1, and lets it decide in which direction the law of the round
+    behind it is wrong. Only where the coin was rejected for another token than 0 and 1: there the text does not tell how it fell, and the
+    two errors cancel."""
+
+    draws = frozenset({Kind.POINT, Kind.IID})
+    chains = True
+
+    def __init__(self, model: TableModel, *, error: float) -> None:
+        self.inner, self.model, self.error = TableDrafter(model, "i"), model, error
+
+    def begin(self, ctx: Context) -> tuple[Ragged, list[int | None]]:
+        return self.inner.begin(ctx), [None] * ctx.batch
+
+    def propose(self, state: Any, pending: Int64[Tensor, " B"], budget: Budget, source: Source) -> DraftTree:
+        history, coins = state
+        there = budget.chain > 0
+        first = torch.tensor([coin is None for coin in coins])
+        fair = torch.tensor([[0.5, 0.5, *[0.0] * (self.model.vocab_size - 2)]], dtype=torch.float64).expand(len(coins), -1)
+        law = self.model.law(windows(history, pending[:, None], torch.full_like(pending[:, None], ROOT), self.model.order)[:, 0])
+        sign = torch.tensor([[(0, 1, -1)[0 if coin is None else 1 + coin]] for coin in coins]) * self.error
+        least = law[:, :2].amin(-1, keepdim=True)
+        bent = torch.cat([law[:, :1] + sign * least, law[:, 1:2] - sign * least, law[:, 2:]], -1)
+        token = source.categorical(torch.where(first[:, None], fair, bent), Purpose.DRAFT, 0, there)
+        tree = chain([[t] if on else [] for t, on in zip(token.tolist(), there.tolist(), strict=True)], pending)
+        kind = torch.where(first, int(Kind.POINT), int(Kind.IID))[:, None].expand_as(tree.draws.node)
+        draws = Draws(tree.draws.node, kind, torch.where(kind == Kind.IID, 0, -1))
+        return replace(tree, draws=draws, laws=law[:, None])
+
+    def observe(self, state: Any, commit: Commit, round: Round | None = None) -> Any:
+        coins: list[int | None] = [None] * len(state[1])
+        for row, new in enumerate(round.emitted if round is not None else ()):
+            told = state[1][row] is None and round.tree.tokens.shape[1] > 1 and round.accepted[row] == 0 and new[-1] > 1
+            coins[row] = int(round.tree.tokens[row, 1]) if told else None
+        return self.inner.observe(state[0], commit, round), coins
+
+    def select(self, state: Any, rows: Sequence[int]) -> Any:
+        return self.inner.select(state[0], rows), [state[1][row] for row in rows]
+
+
 def mutant_drafters() -> dict[str, Mutant]:
     """Every faulty drafter by the name of its fault, for a vocabulary of 4."""
     full = TableModel.random(4, 2, seed=1)
     some = TableModel.random(4, 2, seed=2, zeros=0.5)
+    sampled, siblings = TableDrafter(full, "i"), TableDrafter(full, ["ii", "i"])
 
     def altered(levels: Sequence[str], alter: Callable[[DraftTree], DraftTree], check: str = "declared-law", model: TableModel = full,
                 merge: bool = False) -> Mutant:  # fmt: skip
         honest = TableDrafter(model, levels, merge=merge)
-        return Mutant(_Held(honest, alter), check, honest, "off by [0-9.]+e-0[12]")
+        return Mutant(_Held(honest, alter), check, honest, _OFF)
+
+    def ranked(check: str) -> Mutant:
+        return Mutant(_Held(siblings, reranked), check, _Held(siblings, lambda tree: as_points(reranked(tree))), _OFF)
 
     def guessing(check: str, says: str, guess: Callable) -> Mutant:
         return Mutant(_Guess(guess), check, _Guess(lambda ids, budget: [[int(row[-1])] for row in ids]), says)
 
-    sampled = TableDrafter(full, "i")
     return {
         "drawn at another temperature": altered("ii", other_temperature),
         "drawn from top-k, raw law declared": altered("ii", raw_law, model=some),
@@ -183,11 +233,22 @@ def mutant_drafters() -> dict[str, Mutant]:
         "siblings re-sorted, end to end": altered(["ww"], resorted, "law-RejectionAcceptor"),
         "multiplicity forgotten, end to end": altered(["ii"], multiplicity_forgotten, "law-RejectionAcceptor", merge=True),
         "without replacement declared iid, end to end": altered(["ww"], as_iid, "law-RejectionAcceptor"),
+        "sampled tree reranked, under rejection": ranked("law-RejectionAcceptor"),
+        "sampled tree reranked, under traversal": ranked("law-TraversalAcceptor"),
+        "number of samples depends on a sample, said to be settled": Mutant(
+            _Held(TableDrafter(full, ["ii"]), second_after_first, fixed_widths=True), "law-KSeqAcceptor", TableDrafter(full, ["ii"]), _OFF
+        ),
         "draft shares the correction's noise": Mutant(
             _Held(sampled, source=_CorrectionNoise), "law-RejectionAcceptor", sampled, "AddressReuse.*purpose NEXT, number 0"
         ),
         "leftovers offered as fresh samples": Mutant(
             _Leftovers(full, again=True), "two-rounds", _Leftovers(full, again=False), "two rounds .* off by [0-9.]+e-01"
+        ),
+        "leftovers offered as fresh samples, by its state": Mutant(
+            _Leftovers(full, again=True), "reachable-states", _Leftovers(full, again=False), "first round drafted .* off by [0-9.]+e-01"
+        ),
+        "errors that cancel between stories": Mutant(
+            _Debtor(full, error=0.9), "reachable-states", _Debtor(full, error=0.0), "first round drafted .* off by [0-9.]+e-0[123]"
         ),
         "torch.rand": guessing("determinism", "torch's global", lambda ids, budget: torch.randint(4, (len(ids), 1)).tolist()),
         "random.random": guessing("determinism", "Python's global|the next time", lambda ids, budget: [[random.randrange(4)] for _ in ids]),

@@ -14,9 +14,12 @@ from torch import Tensor
 
 from ..base import Acceptor, Context, Drafter
 from ..rng import Source
+from ..tree import check_answer
 from ..types import Acceptance, Budget, Commit, DraftTree, Int64, Round, Verification
 
-__all__ = ["Touched", "WatchedAcceptor", "WatchedDrafter", "generators_at_rest", "other_seed", "untouched"]
+__all__ = [
+    "Touched", "WatchedAcceptor", "WatchedDrafter", "generators_at_rest", "other_seed", "untouched",
+]  # fmt: skip
 
 
 class Touched(AssertionError):
@@ -67,19 +70,39 @@ def _tensors(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 @contextmanager
 def untouched(**arguments: Any) -> Iterator[None]:
-    """Raise `Touched` if a tensor in these records is written inside; the error names argument and field."""
+    """Raise `Touched` if a tensor in these records is written inside; the error names argument, field, and where it was written first: the
+    row and, in what belongs to a tree, the node (draw, law) of that row."""
     before = [(name, tensor, tensor.clone()) for key, value in arguments.items() for name, tensor in _tensors(value, key)]
     yield
     for name, tensor, copy in before:
         if tensor.shape != copy.shape or not torch.equal(tensor.nan_to_num(nan=0.5), copy.nan_to_num(nan=0.5)):
-            raise Touched(f"{name} was written: records are frozen, copy before changing")
+            raise Touched(f"{name} was written{_place(name, tensor, copy)}: records are frozen, copy before changing")
+
+
+_SECOND = {"node": "draw", "kind": "draw", "law": "draw", "laws": "law", "path": "place"}
+"""What the second axis of a field counts, if not nodes."""
+
+
+def _place(name: str, now: Tensor, before: Tensor) -> str:
+    """Where two tensors of one record differ first."""
+    if now.shape != before.shape:
+        return f" (it was {list(before.shape)} and is {list(now.shape)})"
+    changed = ((now != before) & ~((now != now) & (before != before))).nonzero()
+    if not len(changed) or not now.ndim:
+        return ""
+    where = changed[0].tolist()
+    second = _SECOND.get(name.rsplit(".", 1)[-1], "place" if name.startswith("commit") else "node")
+    told = [f"row {where[0]}", *(f"{second} {i}" for i in where[1:2]), *(f"entry {i}" for i in where[2:3])]
+    was, now_is = before[tuple(where)].item(), now[tuple(where)].item()
+    return f" at {', '.join(told)} ({was:g}, now {now_is:g})"
 
 
 class WatchedDrafter(Drafter):
     """A drafter whose arguments are checked to stay as they are."""
 
     def __init__(self, inner: Drafter) -> None:
-        self.inner, self.needs, self.draws = inner, inner.needs, inner.draws
+        self.inner, self.needs, self.draws, self.chains = inner, inner.needs, inner.draws, inner.chains
+        self.fixed_widths = inner.fixed_widths
 
     def begin(self, ctx: Context) -> Any:
         return self.inner.begin(ctx)
@@ -97,12 +120,15 @@ class WatchedDrafter(Drafter):
 
 
 class WatchedAcceptor(Acceptor):
-    """An acceptor whose arguments are checked to stay as they are."""
+    """An acceptor whose arguments are checked to stay as they are, and whose answers to be paths of the tree."""
 
     def __init__(self, inner: Acceptor) -> None:
         self.inner = inner
-        self.lossless, self.takes, self.greedy = inner.lossless, inner.takes, inner.greedy  # type: ignore[misc]
+        for name in ("lossless", "takes", "greedy", "chains", "fixed_widths"):
+            setattr(self, name, getattr(inner, name))
 
     def accept(self, tree: DraftTree, verification: Verification, source: Source) -> Acceptance:
         with untouched(tree=tree, verification=verification):
-            return self.inner.accept(tree, verification, source)
+            answer = self.inner.accept(tree, verification, source)
+        check_answer(tree, answer, verification.scores.shape[-1])
+        return answer

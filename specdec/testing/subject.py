@@ -8,7 +8,15 @@ from functools import cached_property
 
 import torch
 
-from ..acceptors import CoupledAcceptor, GreedyAcceptor, MatchAcceptor, RejectionAcceptor
+from ..acceptors import (
+    BlockAcceptor,
+    CoupledAcceptor,
+    GreedyAcceptor,
+    KSeqAcceptor,
+    MatchAcceptor,
+    RejectionAcceptor,
+    TraversalAcceptor,
+)
 from ..base import Acceptor, Drafter, Verifier
 from ..loop import decode
 from ..models.table import TableModel
@@ -23,7 +31,9 @@ from .truth import Drawn, drawn
 
 __all__ = ["LENGTH", "LOSSLESS", "Story", "Subject", "play", "propose", "propose_at", "same_draws", "same_story", "stories", "subject"]
 
-LOSSLESS: tuple[Acceptor, ...] = (GreedyAcceptor(), MatchAcceptor(), CoupledAcceptor(), RejectionAcceptor())
+LOSSLESS: tuple[Acceptor, ...] = (
+    GreedyAcceptor(), MatchAcceptor(), CoupledAcceptor(), RejectionAcceptor(), BlockAcceptor(), TraversalAcceptor(), KSeqAcceptor(),
+)  # fmt: skip
 """The rules under which a drafter's law is computed end to end."""
 
 LENGTH = 6

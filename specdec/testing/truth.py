@@ -82,7 +82,7 @@ class Untruth(NamedTuple):
 
 
 def untruth(found: Sequence[Branch], slack: float = 1e-9) -> Untruth:
-    """Theorem 3 of the contract: whatever was drawn before, and given that a draw was made below this node with this kind and declared law,
+    """No peek: whatever was drawn before, and given that a draw was made below this node with this kind and declared law,
     its token follows that law. Checked for every history of draws, so a token that was dropped, moved or re-weighted because of its own
     value shows, and so does a law that was not drawn from.
 

@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
-from specdec.acceptors import CoupledAcceptor, GreedyAcceptor, MatchAcceptor, RejectionAcceptor
+from specdec.acceptors import (
+    BlockAcceptor,
+    CoupledAcceptor,
+    GreedyAcceptor,
+    KSeqAcceptor,
+    MatchAcceptor,
+    RejectionAcceptor,
+    TraversalAcceptor,
+    TypicalAcceptor,
+)
 from specdec.base import ContextDrafter
 from specdec.drafters import NGramDrafter, NullDrafter
 from specdec.models.table import TableModel
@@ -29,15 +38,17 @@ def test_drafters(check):
     check()
 
 
-@parametrize_with_checks([GreedyAcceptor(), MatchAcceptor(), RejectionAcceptor()])
+@parametrize_with_checks([GreedyAcceptor(), MatchAcceptor(), RejectionAcceptor(), BlockAcceptor(), TraversalAcceptor()])
 def test_acceptors(check):
     check()
 
 
 @pytest.mark.slow
-@parametrize_with_checks([CoupledAcceptor()], cells=[cell for cell in battery() if cell.shape in ("chain 3", "level 2")])
-def test_coupled(check):
-    """It differs from `MatchAcceptor` in the address of its noise alone, so a part of the battery will do."""
+@parametrize_with_checks(
+    [CoupledAcceptor(), KSeqAcceptor(), TypicalAcceptor()], cells=[cell for cell in battery() if cell.shape in ("chain 3", "level 2")]
+)
+def test_more_acceptors(check):
+    """`CoupledAcceptor` differs from `MatchAcceptor` in the address of its noise alone; `specdec certify` goes through all cells."""
     check()
 
 

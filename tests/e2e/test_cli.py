@@ -7,7 +7,6 @@ import json
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,7 +14,6 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 import specdec
-from specdec import testing
 from specdec.acceptors import MatchAcceptor
 from specdec.cli import COMMANDS, certify, main, text
 from specdec.testing.battery import battery
@@ -174,7 +172,7 @@ class Biased(MatchAcceptor):
 
 @pytest.fixture
 def few_cells(monkeypatch) -> None:
-    monkeypatch.setattr(testing, "certify", partial(testing.certify, cells=[cell for cell in battery() if cell.shape == "level 2"]))
+    monkeypatch.setattr(certify, "battery", lambda: [cell for cell in battery() if cell.shape == "level 2"])
 
 
 def test_certify(call, few_cells) -> None:
@@ -204,7 +202,7 @@ def test_certify_fails_when_a_claim_does_not_hold(call, few_cells, monkeypatch) 
         (["generate", "--prompt", "a", "--seed", "3"], "--seed: 3 would have no effect"),
         (["generate", "--prompt", "a", "--temperature", "-1"], "temperature"),
         (["generate", "--prompt", "a" * 300], "256"),
-        (["certify", "NoAcceptor"], "ACCEPTOR: NoAcceptor unknown; allowed are CoupledAcceptor"),
+        (["certify", "NoAcceptor"], "ACCEPTOR: NoAcceptor unknown; allowed are BlockAcceptor"),
     ],
 )
 def test_errors_take_one_line(call, argv, said) -> None:

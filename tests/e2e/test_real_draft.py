@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import cycle, islice
-from typing import Any
 
 import pytest
 import torch
@@ -19,6 +17,7 @@ from specdec.acceptors import RejectionAcceptor
 from specdec.base import Context, Planner
 from specdec.drafters import ModelDrafter
 from specdec.rng import CounterRng
+from specdec.testing.audit import reference_draft
 from specdec.types import DraftTree, Round, Verification
 
 pytestmark = [pytest.mark.real, pytest.mark.slow]
@@ -27,18 +26,9 @@ QUESTIONS = ["Name three rivers of Europe.", "Explain how a bicycle stays uprigh
 SAMPLED = {"do_sample": True, "temperature": 1.0, "top_k": 0}
 
 
-def noisy(model: Any, share: float = 0.075, seed: int = 0) -> Any:
-    """The reference draft: the model with Gaussian noise on each weight matrix, of this share of the matrix's standard deviation."""
-    draft, generator = copy.deepcopy(model), torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for weight in (parameter for parameter in draft.parameters() if parameter.ndim > 1):
-            weight.add_(share * weight.std() * torch.randn(weight.shape, generator=generator))
-    return draft
-
-
 @pytest.fixture(scope="module")
 def draft(smollm2):
-    return noisy(smollm2[0])
+    return reference_draft(smollm2[0])
 
 
 class Cycle(Planner):
@@ -82,8 +72,8 @@ def test_the_reference_draft_is_as_good_as_meant(smollm2, chat, draft):
     model, _ = smollm2
     prompts = [chat(question)[0] for question in QUESTIONS]
     overlaps, stood = [], []
-    for done in specdec.stream(model, prompts, drafter=ModelDrafter(draft), planner=FixedPlanner(4), max_new_tokens=64, seed=[1, 2],
-                               keep_all=True, **SAMPLED):  # fmt: skip
+    for done in specdec.stream(model, prompts, drafter=ModelDrafter(draft), acceptor=RejectionAcceptor(), planner=FixedPlanner(4),
+                               max_new_tokens=64, seed=[1, 2], keep_all=True, **SAMPLED):  # fmt: skip
         for row, attempted in enumerate(done.attempted):
             if attempted and done.tree.laws is not None:
                 overlaps.append(float(torch.minimum(done.verification.logp[row, 0].exp(), done.tree.laws[row, 0]).sum()))
@@ -95,7 +85,7 @@ def test_the_reference_draft_is_as_good_as_meant(smollm2, chat, draft):
 
 # ---------------------------------------------------------------------------------- the law of the first token, over many draws
 
-DRAWS, BATCH = 1000, 50
+DRAWS, BATCH = 600, 50
 ERROR = 1e-6
 
 
@@ -129,7 +119,7 @@ def first(tree: DraftTree, verification: Verification, seeds: Sequence[int], pos
 
 
 def test_the_first_token_has_the_targets_law(smollm2, draft):
-    """A thousand first rounds with a draft of the reference kind. Tokens of the draft model itself, and tokens accepted under a law
+    """Many first rounds with a draft of the reference kind. Tokens of the draft model itself, and tokens accepted under a law
     that it did not draw from, are told apart by the same test."""
     model, tokenizer = smollm2
     prompt = tokenizer("The weather")["input_ids"]
@@ -142,8 +132,8 @@ def test_the_first_token_has_the_targets_law(smollm2, draft):
     for start in range(0, DRAWS, BATCH):
         seeds = list(range(start, start + BATCH))
         rounds = specdec.stream(
-            model, [prompt] * BATCH, drafter=ModelDrafter(draft), planner=FixedPlanner(4), max_new_tokens=5, seed=seeds, keep_all=True,
-            **SAMPLED,
+            model, [prompt] * BATCH, drafter=ModelDrafter(draft), acceptor=RejectionAcceptor(), planner=FixedPlanner(4), max_new_tokens=5,
+            seed=seeds, keep_all=True, **SAMPLED,
         )  # fmt: skip
         (done,) = islice(rounds, 1)
         tree, tokens = done.tree, [row[0] for row in done.emitted]

@@ -206,9 +206,10 @@ class Poison:
 
 RULES = {
     "greedy": {},
-    "coupled": {"do_sample": True, "seed": 2, "acceptor": specdec.CoupledAcceptor()},
+    "coupled": {"do_sample": True, "seed": 3, "acceptor": specdec.CoupledAcceptor()},
     "match": {"do_sample": True, "seed": 2, "acceptor": specdec.MatchAcceptor()},
     "rejection": {"do_sample": True, "seed": 2, "acceptor": specdec.RejectionAcceptor()},
+    "traversal": {"do_sample": True, "seed": 2, "acceptor": specdec.TraversalAcceptor()},
 }
 
 

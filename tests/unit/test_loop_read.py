@@ -12,7 +12,7 @@ from specdec.acceptors import RejectionAcceptor
 from specdec.loop import _read
 from specdec.rng import CounterRng
 from specdec.testing.strategies import trees
-from specdec.tree import evidence
+from specdec.tree import check_answer, evidence
 from specdec.types import Draws, Verification
 
 V = 5
@@ -23,9 +23,12 @@ def test_a_tree_from_elsewhere_is_read_whole(tree, seed: int) -> None:
     logits = torch.randn(3, tree.tokens.shape[1], V, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)) * 3
     verification = Verification(scores=logits)
     acceptance = RejectionAcceptor().accept(tree, verification, CounterRng([seed] * 3).round([0, 1, 2], [5, 6, 7], torch.device("cpu")))
-    here, decided, scores, nothing = _read(tree, tree, verification, acceptance)
-    there, same, again, known = _read(tree, None, verification, acceptance)
+    here, answer, decided, scores, nothing = _read(tree, tree, verification, acceptance)
+    there, told, same, again, known = _read(tree, None, verification, acceptance)
     assert here is tree and nothing is None and same == decided and torch.equal(again, scores)
+    for name in ("path", "count", "next_token"):
+        assert torch.equal(getattr(told, name), getattr(answer, name))
+    check_answer(tree, answer, V)
     for name in ("tokens", "parents"):
         assert torch.equal(getattr(there, name), getattr(tree, name))
     for name in ("node", "kind", "law"):
@@ -49,5 +52,5 @@ def test_point_trees_bring_no_evidence(tree) -> None:
     bare = replace(tree, draws=draws, laws=None)
     verification = Verification(scores=torch.zeros(2, tree.tokens.shape[1], V))
     acceptance = RejectionAcceptor().accept(bare, verification, CounterRng([1, 2]).round([0, 1], [5, 6], torch.device("cpu")))
-    there, _, _, known = _read(bare, None, verification, acceptance)
+    there, _, _, _, known = _read(bare, None, verification, acceptance)
     assert known is None and there.laws is None and torch.equal(there.parents, tree.parents)

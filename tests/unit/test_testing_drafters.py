@@ -86,7 +86,7 @@ def test_declared_dtype_is_the_one_drawn_in():
 
 
 def test_levels_are_checked():
-    with pytest.raises(ValueError, match="letters are p, i, w, r"):
+    with pytest.raises(ValueError, match="of p, i, w, r"):
         TableDrafter(Q, "ix")
     with pytest.raises(ValueError, match="capitals need the argument other"):
         TableDrafter(Q, "iI")

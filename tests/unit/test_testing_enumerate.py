@@ -12,6 +12,7 @@ from specdec.rng import CounterRng, Purpose
 from specdec.testing import AddressReuse, Irreproducible, branches
 from specdec.testing.enumerate import EnumeratingRng
 from specdec.testing.purity import other_seed
+from specdec.testing.races import second_race
 
 CPU = torch.device("cpu")
 
@@ -142,20 +143,59 @@ def test_purposes_and_parts_are_streams_of_their_own():
 def test_shared_noise_keeps_its_value():
     """What `CounterRng` does with one address: one uniform variable, cut by each reading's own distribution function."""
     p, q = (0.5, 0.2, 0.3), (0.1, 0.6, 0.3)
+    exact = pair_law(p, q, Purpose.DRAFT)
+    assert exact == {(0, 0): pytest.approx(0.1), (0, 1): pytest.approx(0.4), (1, 1): pytest.approx(0.2), (2, 2): pytest.approx(0.3)}
+    agrees_with_decoding(exact, p, q, Purpose.DRAFT)
 
+
+@pytest.mark.parametrize("p, q", [((0.5, 0.2, 0.3), (0.1, 0.6, 0.3)), ((0.5, 0.0, 0.5), (0.3, 0.7, 0.0)), ((0.4, 0.6), (0.7, 0.3))])
+def test_shared_noise_of_the_target_runs_a_race(p, q):
+    """Both laws are as they should be, and one token is drawn with probability sum_i 1 / sum_k max(p_k / p_i, q_k / q_i)."""
+    exact = pair_law(p, q, Purpose.TARGET)
+    for which, wanted in enumerate((p, q)):
+        assert [sum(w for pair, w in exact.items() if pair[which] == x) for x in range(len(p))] == pytest.approx(wanted, abs=1e-15)
+    same = sum(1 / sum(max(a / p[i], b / q[i]) for a, b in zip(p, q, strict=True)) for i in range(len(p)) if p[i] and q[i])
+    assert sum(w for (x, y), w in exact.items() if x == y) == pytest.approx(same, abs=1e-15)
+    agrees_with_decoding(exact, p, q, Purpose.TARGET)
+
+
+@pytest.mark.parametrize("size", [2, 3, 5])
+def test_the_law_of_a_second_race_adds_up(size):
+    """Random weights, zeros among them: given the first, a law; over the first, the second's own."""
+    draw = random.Random(size)
+    for _ in range(50):
+        a, b = ([draw.choice([0.0, draw.random()]) for _ in range(size - 1)] + [draw.random()] for _ in range(2))
+        rows = [second_race(a, i, b) for i in range(size) if a[i]]
+        assert all(sum(row) == pytest.approx(1, abs=1e-12) for row in rows)
+        first = [x / sum(a) for x in a if x]
+        mixed = [sum(x * row[j] for x, row in zip(first, rows, strict=True)) for j in range(size)]
+        assert mixed == pytest.approx([y / sum(b) for y in b], abs=1e-12)
+
+
+def test_a_third_race_has_no_law():
     def run(rng):
         s = source(rng)
-        x, y = (s.categorical(weights(rng, *w), Purpose.TARGET, 1) for w in (p, q))
+        return [s.categorical(torch.ones(len(rng.roots), 3), Purpose.TARGET, 1).tolist() for _ in range(3)]
+
+    with pytest.raises(ValueError, match="a third race"):
+        branches(run, shared=frozenset({Purpose.TARGET}))
+
+
+def pair_law(p, q, purpose):
+    def run(rng):
+        s = source(rng)
+        x, y = (s.categorical(weights(rng, *w), purpose, 1) for w in (p, q))
         return list(zip(x.tolist(), y.tolist(), strict=True))
 
-    exact = law(branches(run, shared=frozenset({Purpose.TARGET})))
-    assert exact == {(0, 0): pytest.approx(0.1), (0, 1): pytest.approx(0.4), (1, 1): pytest.approx(0.2), (2, 2): pytest.approx(0.3)}
-    rng = CounterRng(range(20_000))
-    s = rng.round(range(20_000), [5] * 20_000, CPU)
-    x, y = (s.categorical(torch.tensor(w).double().expand(20_000, -1), Purpose.TARGET, 1) for w in (p, q))
-    counts = torch.bincount(3 * x + y, minlength=9).tolist()
-    for pair in range(9):
-        share = exact.get(divmod(pair, 3), 0.0)
+    return law(branches(run, shared=frozenset({purpose})))
+
+
+def agrees_with_decoding(exact, p, q, purpose):
+    s = CounterRng(range(20_000)).round(range(20_000), [5] * 20_000, CPU)
+    x, y = (s.categorical(torch.tensor(w).double().expand(20_000, -1), purpose, 1) for w in (p, q))
+    counts = torch.bincount(len(p) * x + y, minlength=len(p) ** 2).tolist()
+    for pair in range(len(p) ** 2):
+        share = exact.get(divmod(pair, len(p)), 0.0)
         assert abs(counts[pair] / 20_000 - share) <= 5 * math.sqrt(share * (1 - share) / 20_000)
 
 

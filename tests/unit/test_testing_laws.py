@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 
-from specdec.acceptors import CoupledAcceptor, MatchAcceptor, RejectionAcceptor
+from specdec.acceptors import BlockAcceptor, CoupledAcceptor, MatchAcceptor, RejectionAcceptor
 from specdec.base import Drafter
 from specdec.drafters import NullDrafter
 from specdec.models.table import TableModel
@@ -27,7 +27,7 @@ from specdec.testing.laws import (
     target_law,
     total_variation,
 )  # fmt: skip
-from specdec.testing.mutant_acceptors import Block, Recursive, round_coin
+from specdec.testing.mutant_acceptors import Recursive
 from specdec.testing.tables import PAIRS, TableVerifier, law_pairs
 from specdec.types import Kind
 from specdec.verifiers.sequential import SequentialVerifier
@@ -98,7 +98,7 @@ def test_the_missed_comparison():
 def test_known_expectations_of_a_toy():
     """p = (1/3, 2/3), q = (2/3, 1/3), two drafted tokens: 10/9 accepted by token, 11/9 by block (Sun et al. 2024)."""
     verifier, drafter = TableVerifier(constant(1 / 3, 2 / 3)), TableDrafter(constant(2 / 3, 1 / 3), "ii")
-    for acceptor, accepted in ((RejectionAcceptor(), 10 / 9), (Block(round_coin), 11 / 9), (Recursive(), 10 / 9)):
+    for acceptor, accepted in ((RejectionAcceptor(), 10 / 9), (BlockAcceptor(), 11 / 9), (Recursive(), 10 / 9)):
         law = one_round(drafter, verifier, acceptor, [(0,)], (2, 2, 1))[0,]
         assert expected_tokens(law) == pytest.approx(1 + accepted, abs=1e-12)
         assert hazard_defect(law, target_law(verifier, (0,))) < 1e-14
@@ -107,7 +107,7 @@ def test_known_expectations_of_a_toy():
 def test_block_reaches_the_optimum_of_chains():
     pairs = law_pairs(3, 3)
     verifier, drafter = TableVerifier(pairs.target), TableDrafter(pairs.draft, "iii")
-    laws = one_round(drafter, verifier, Block(round_coin), pairs.prompts, (3, 3, 1))
+    laws = one_round(drafter, verifier, BlockAcceptor(), pairs.prompts, (3, 3, 1))
     targets, drafts = (tabulated(TableVerifier(model), pairs.prompts, 3) for model in (pairs.target, pairs.draft))
     for prompt in pairs.prompts:
         assert hazard_defect(laws[prompt], targets[prompt]) < 1e-13
@@ -165,6 +165,7 @@ class SharedNoise(Source):
 
 class Sharing(Drafter):
     draws = frozenset({Kind.IID})
+    chains = True
 
     def __init__(self, inner):
         self.inner = inner
@@ -189,7 +190,7 @@ def test_noise_may_be_shared_with_the_coupled_rule_alone():
     verifier, drafter, prompt = TableVerifier(pairs.target), TableDrafter(pairs.draft, "ii"), pairs.prompts[1]
     target, noise = target_law(verifier, prompt), frozenset({Purpose.TARGET})
     laws = [several_rounds(Sharing(drafter), verifier, acceptor, [prompt], (2, 2, 1), shared=noise)[prompt]
-            for acceptor in (CoupledAcceptor(), Block(round_coin))]  # fmt: skip
+            for acceptor in (CoupledAcceptor(), BlockAcceptor())]  # fmt: skip
     assert hazard_defect(laws[0], target) < 1e-12 < 1e-3 < hazard_defect(laws[1], target)
     alone = several_rounds(drafter, verifier, CoupledAcceptor(), [prompt], (2, 2, 1))[prompt]
     assert hazard_defect(alone, target) < 1e-12 and expected_tokens(laws[0]) > expected_tokens(alone) + 0.1
