@@ -13,11 +13,7 @@ from ..rng import CounterRng
 from ..tree import check_answer
 from ..types import Acceptance, Budget, DraftTree, Draws, Verification
 from .battery import Cell, battery, certify
-from .drafters import TableDrafter
-from .laws import Standing, emitted, hazard_defect, several_rounds, stand, target_law
-from .purity import WatchedAcceptor
-from .tables import TableVerifier, law_pairs
-from .tolerances import ROUND_LAW
+from .laws import Standing, emitted, stand
 
 __all__ = ["acceptor_checks"]
 
@@ -28,19 +24,6 @@ def one_cell(acceptor: Acceptor, cell: Cell) -> None:
     taken = treats(acceptor, cell.drafter)
     assert (row["verdict"] != "refused") == taken, f"takes {sorted(acceptor.takes)}, but draws {sorted(cell.drafter.draws)}: {row}"
     assert row["verdict"] != "fail", f"{row['shape']}, {row['proposal']}: defect {row['defect']}; {row['reason']}"
-
-
-def two_rounds(acceptor: Acceptor) -> None:
-    """The law of two rounds through the real loop: no noise is used twice, and nothing leaks into the next round."""
-    for vocab_size, levels in ((2, "ii"), (2, "pw"), (2, "pp")):
-        pairs = law_pairs(vocab_size, 2)
-        drafter, verifier = TableDrafter(pairs.draft, levels), TableVerifier(pairs.target)
-        if not treats(acceptor, drafter):
-            continue
-        prompt = pairs.prompts[1]
-        law = several_rounds(drafter, verifier, WatchedAcceptor(acceptor), [prompt], (4, len(levels), 2))[prompt]
-        defect = hazard_defect(law, target_law(verifier, prompt, greedy=acceptor.greedy))
-        assert not acceptor.lossless or defect <= ROUND_LAW, f"levels {levels}: the law of two rounds is off by {defect:.2e}"
 
 
 def _round(cell: Cell, rows: list[int]) -> tuple[Standing, DraftTree, Verification]:
@@ -102,4 +85,4 @@ def acceptor_checks(acceptor: Acceptor, cells: Sequence[Cell] | None = None) -> 
     """The named checks of an acceptor."""
     for cell in battery() if cells is None else cells:
         yield f"law-{cell.shape}-{cell.proposal}".replace(" ", "-"), partial(one_cell, cell=cell)
-    yield from {"two-rounds": two_rounds, "answer": answer, "batch-invariance": batch_invariance, "probes": probes}.items()
+    yield from {"answer": answer, "batch-invariance": batch_invariance, "probes": probes}.items()

@@ -11,7 +11,7 @@ from typing import Any, cast
 from ..base import Acceptor
 from ..loop import compatible
 from .drafters import TableDrafter
-from .laws import Tokens, expected_tokens, hazard_defect, one_round, tabulated
+from .laws import Tokens, expected_tokens, hazard_defect, one_round, several_rounds, tabulated
 from .optimum import round_optimum
 from .purity import WatchedAcceptor
 from .tables import LawPairs, TableVerifier, law_pairs
@@ -23,6 +23,7 @@ __all__ = ["Cell", "battery", "certify"]
 SHAPES: dict[str, tuple[int, dict[str, Sequence[str]]]] = {
     "chain 3": (3, {"point": "ppp", "iid": "iii", "without replacement": "www", "mixed": "ipi"}),
     "tree (2,2)": (3, {"point": ("pp", "pp"), "iid": ("ii", "ii"), "without replacement": ("ww", "ww"), "mixed": ("rp", "rp")}),
+    "tree (1,2)": (3, {"point": ("p", "pp"), "iid": ("i", "ii"), "without replacement": ("w", "ww"), "mixed": ("i", "rp")}),
     "level 2": (4, {"point": ("pp",), "iid": ("ii",), "without replacement": ("ww",), "mixed": ("rp",)}),
     "level 3": (4, {"point": ("ppp",), "iid": ("iii",), "without replacement": ("www",), "mixed": ("rpp",)}),
     "merged paths (2,1)": (3, {"iid": ("ii", "i")}),
@@ -31,6 +32,7 @@ SHAPES: dict[str, tuple[int, dict[str, Sequence[str]]]] = {
     "empty": (3, {"none": ()}),
     "uneven rows": (4, {"mixed": ("rp", "i")}),
     "uneven chain": (4, {"iid": "iii"}),
+    "two rounds": (2, {"point": "pp", "iid": "ii", "mixed": "pw"}),
 }
 """Vocabulary and, for each way of drawing, the levels of a `TableDrafter`. Four tokens where siblings matter: with fewer, faults hide."""
 
@@ -48,6 +50,8 @@ class Cell:
     drafter: TableDrafter
     pairs: LawPairs
     prompts: tuple[Tokens, ...]
+    rounds: int = 1
+    """More than one go through the real loop: noise that is used twice and what leaks from round to round show there alone."""
 
     @property
     def verifier(self) -> TableVerifier:
@@ -59,8 +63,9 @@ class Cell:
         return 16, max(1, len(self.drafter.levels)), 9
 
     def optimum(self, greedy: bool = False) -> list[float] | None:
-        """The most tokens that a lossless rule could emit in a round after each prompt; `None` if that takes scipy and it is missing."""
-        return _optimum(self, greedy)
+        """The most tokens that a lossless rule could emit in a round after each prompt; `None` if that takes scipy and it is missing, and
+        for several rounds."""
+        return _optimum(self, greedy) if self.rounds == 1 else None
 
 
 @cache  # it is the same for every acceptor
@@ -92,7 +97,7 @@ def _cells() -> Iterator[Cell]:
             merge, uneven = shape.startswith("merged"), shape.startswith("uneven")
             drafter = TableDrafter(pairs.draft, levels, other=pairs.other, merge=merge, uneven=uneven)
             chosen = [p for p, name in zip(pairs.prompts, pairs.names, strict=True) if shape != _DEAR or name in _ENOUGH]
-            yield Cell(shape, proposal, drafter, pairs, tuple(chosen))
+            yield Cell(shape, proposal, drafter, pairs, tuple(chosen), 2 if shape == "two rounds" else 1)
 
 
 def certify(acceptor: Acceptor, *, cells: Sequence[Cell] | None = None, tolerance: float = ROUND_LAW) -> list[dict[str, Any]]:
@@ -100,9 +105,9 @@ def certify(acceptor: Acceptor, *, cells: Sequence[Cell] | None = None, toleranc
 
     One row per cell of the battery, with the keys `acceptor`, `drafter`, `proposal` (how the tokens are drawn), `shape`, `lossless` (the
     claim), `defect` (see `hazard_defect`, the worst over the pairs of laws), `expected_tokens` a round (mean over the pairs),
-    `efficiency` (their share of the most that a lossless rule could reach; None where that takes scipy and it is missing), `verdict` and
-    `reason`. Verdicts: "pass"; "fail"; "lossy" for a defect of a rule that claims none of losslessness; "refused" where the draws are of a
-    kind that the acceptor does not take, and where nothing is decoded.
+    `efficiency` (their share of the most that a lossless rule could reach; None where that takes scipy and it is missing, and for several
+    rounds), `verdict` and `reason`. Verdicts: "pass"; "fail"; "lossy" for a defect of a rule that claims none of losslessness; "refused"
+    where the draws are of a kind that the acceptor does not take, and where nothing is decoded.
 
     Args:
         acceptor: the rule. Greedy rules are held against the argmax.
@@ -122,13 +127,15 @@ def _certificate(acceptor: Acceptor, cell: Cell, tolerance: float) -> dict[str, 
     except ValueError as error:
         return row | {"reason": str(error)}
     try:
-        laws = one_round(cell.drafter, cell.verifier, WatchedAcceptor(acceptor), cell.prompts, cell.plan)
+        parts = (cell.drafter, cell.verifier, WatchedAcceptor(acceptor), cell.prompts, cell.plan)
+        laws = one_round(*parts) if cell.rounds == 1 else several_rounds(*parts, cell.rounds)
     except Exception as error:  # whatever a reader's rule raises: the other rows may say more
         return row | {"verdict": "fail", "reason": f"{type(error).__name__}: {error}"}
-    targets = tabulated(cell.verifier, cell.prompts, len(cell.drafter.levels), greedy=acceptor.greedy)
+    longest = max(len(text) for law in laws.values() for text in law)
+    targets = tabulated(cell.verifier, cell.prompts, longest - 1, greedy=acceptor.greedy)
     defects = {prompt: hazard_defect(laws[prompt], targets[prompt]) for prompt in cell.prompts}
     worst = max(defects, key=lambda prompt: defects[prompt])
-    tokens = [expected_tokens(laws[prompt]) for prompt in cell.prompts]
+    tokens = [expected_tokens(laws[prompt]) / cell.rounds for prompt in cell.prompts]
     best = cell.optimum(acceptor.greedy)
     efficiency = None if best is None else _share(tokens, best)
     row |= {"defect": defects[worst], "expected_tokens": math.fsum(tokens) / len(tokens), "efficiency": efficiency}

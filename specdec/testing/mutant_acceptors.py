@@ -208,7 +208,7 @@ def mutant_acceptors() -> dict[str, Mutant]:
         ),
         "one coin for all siblings": wrong(level, "AddressReuse.*purpose ACCEPT, number 1", number=lambda number, depth: depth),
         "coins belong to absolute positions": Mutant(
-            _AtPositions(), "two-rounds", BlockAcceptor(), "AddressReuse.*purpose TARGET"
+            _AtPositions(), "law-two-rounds-iid", BlockAcceptor(), "AddressReuse.*purpose TARGET"
         ),
         "writes into its arguments": Mutant(_Impure(), chain, RejectionAcceptor(), "Touched: verification.scores"),
         "sees its batch mates": Mutant(_FirstRow(), "batch-invariance", MatchAcceptor(), "in the batch"),

@@ -100,7 +100,7 @@ def test_a_peaked_law_keeps_its_digits():
     assert without_replacement_level(p, q, 2) == pytest.approx(1 - (0.5 - 0.1), abs=1e-12)
 
 
-CELLS = [cell for cell in battery() if cell.drafter.levels]
+CELLS = [cell for cell in battery() if cell.drafter.levels and cell.rounds == 1]
 
 
 @pytest.mark.parametrize("cell", CELLS, ids=lambda cell: f"{cell.shape} {cell.proposal}")
