@@ -16,6 +16,7 @@ from .custom import custom_generate
 from .drafters import EarlyExitDrafter, ModelDrafter, NGramDrafter, NullDrafter, grow
 from .generation import Generation, generate, stream
 from .planning import AdaptivePlanner, FixedPlanner
+from .rng import Purpose, Source
 from .session import Session
 from .stats import Stats
 from .tree import chain
@@ -25,10 +26,10 @@ from .verifiers import SequentialVerifier, TreeVerifier
 __version__ = "0.1.0"
 
 __all__ = [
-    "Acceptance", "Acceptor", "AdaptivePlanner", "BlockAcceptor", "Budget", "Commit", "Context", "ContextDrafter", "CoupledAcceptor",
-    "DraftTree", "Drafter", "Draws", "EarlyExitDrafter", "Features", "FixedPlanner", "Generation", "GreedyAcceptor", "KSeqAcceptor",
-    "Kind", "MatchAcceptor", "ModelDrafter", "NGramDrafter", "NullDrafter", "Planner", "RejectionAcceptor", "Round", "Scores",
-    "SequentialVerifier", "Session", "Stats", "TargetFacts", "TraversalAcceptor", "TreeVerifier", "TypicalAcceptor", "Verification",
-    "Verifier",
+    "Acceptance", "Acceptor", "AdaptivePlanner", "BlockAcceptor", "Budget", "Commit", "Context", "ContextDrafter",
+    "CoupledAcceptor", "DraftTree", "Drafter", "Draws", "EarlyExitDrafter", "Features", "FixedPlanner", "Generation",
+    "GreedyAcceptor", "KSeqAcceptor", "Kind", "MatchAcceptor", "ModelDrafter", "NGramDrafter", "NullDrafter", "Planner",
+    "Purpose", "RejectionAcceptor", "Round", "Scores", "SequentialVerifier", "Session", "Source", "Stats", "TargetFacts",
+    "TraversalAcceptor", "TreeVerifier", "TypicalAcceptor", "Verification", "Verifier",
     "chain", "custom_generate", "generate", "grow", "models", "stream", "testing", "tree",
 ]  # fmt: skip

@@ -57,7 +57,7 @@ class Drafter(ABC):
     draws: frozenset[Kind] = frozenset({Kind.POINT})
     """Every kind of draw that its trees may hold. An acceptor is chosen, or refused, by this before anything is decoded."""
     chains: bool = False
-    """Whether all its trees are chains, where no node has two children."""
+    """Whether all its trees are chains, where no node has two children and no two draws land on one node."""
     fixed_widths: bool = False
     """Whether how many samples are drawn below a node is settled before the first of them is."""
 

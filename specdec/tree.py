@@ -104,7 +104,7 @@ def draw_law(tree: DraftTree, draw: Int64[Tensor, " B"], dtype: torch.dtype, voc
         same = same & earlier & (draw_parents(tree) == tree.parents.gather(1, node.clamp_min(0)))
         gone = torch.where(same, tree.tokens.gather(1, draws.node.clamp_min(0)), vocab_size)
         law = torch.nn.functional.pad(law, (0, 1)).scatter(1, gone, 0.0)[:, :-1]
-        law = law / law.sum(-1, keepdim=True).clamp_min(torch.finfo(dtype).tiny)
+    law = law / law.sum(-1, keepdim=True, dtype=torch.float64).to(dtype).clamp_min(torch.finfo(dtype).tiny)
     if Kind.POINT not in draws.kinds:
         return law
     points = _points(tree.tokens.gather(1, node.clamp_min(0)), dtype, vocab_size)
@@ -175,6 +175,9 @@ def from_lists(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> DraftTree
 
 
 _KINDS = frozenset(map(int, Kind))
+_SLACK = {torch.float64: 1e-9, torch.float32: 1e-3, torch.bfloat16: 2e-2, torch.float16: 2e-2}
+"""How far the sum of a law may lie from one: a float32 softmax of 262k tokens is off by 4e-5 on the CPU. What was drawn from is the law
+divided by its sum, and that is what `draw_law` gives."""
 
 
 def evidence(tree: DraftTree) -> Float[Tensor, "B M 3"] | None:
@@ -201,7 +204,7 @@ def check(tree: DraftTree, pending: Int64[Tensor, " B"], budget: Budget, vocab_s
     Args:
         sums: also check that every law used is non-negative and sums to one.
         known: `evidence` of the tree, if it was computed before.
-        chain: also check that no node has two children.
+        chain: also check that no node has two children, and no two draws land on one.
     """
     batch, nodes = tree.tokens.shape
     devices = {x.device for x in (tree.tokens, tree.parents, tree.draws.node, tree.draws.kind, tree.draws.law, tree.laws) if x is not None}
@@ -222,7 +225,7 @@ def check(tree: DraftTree, pending: Int64[Tensor, " B"], budget: Budget, vocab_s
         raise ValueError(f"draws: node, kind and law must all be [{batch}, M], got {shapes}")
     if any(x.dtype != torch.int64 for x in (tree.draws.node, tree.draws.kind, tree.draws.law)):
         raise ValueError("draws: node, kind and law must be int64")
-    _check_draws(tree, vocab_size, sums, evidence(tree) if known is None else known)
+    _check_draws(tree, vocab_size, sums, evidence(tree) if known is None else known, chain)
 
 
 def _bad_node(tokens: list[int], parents: list[int], pending: int, most: int, deepest: int, widest: int, vocab_size: int,
@@ -259,18 +262,19 @@ def _bad_node(tokens: list[int], parents: list[int], pending: int, most: int, de
     return None
 
 
-def _check_draws(tree: DraftTree, vocab_size: int, sums: bool, known: Float[Tensor, "B M 3"] | None) -> None:
+def _check_draws(tree: DraftTree, vocab_size: int, sums: bool, known: Float[Tensor, "B M 3"] | None, chain: bool) -> None:
     draws, (batch, nodes) = tree.draws, tree.tokens.shape
     count = 0 if tree.laws is None else tree.laws.shape[1]
     if count and tree.laws.shape[::2] != (batch, vocab_size):
         raise ValueError(f"laws must be [{batch}, K, {vocab_size}], got {list(tree.laws.shape)}")
-    slack = 1e-9 if count and tree.laws.dtype == torch.float64 else 1e-3  # a float32 softmax of 262k tokens is off by 4e-5 on the CPU
+    slack = _SLACK.get(tree.laws.dtype, 0.0) if count else 0.0
     facts = [[(0.0, 0.0, 0.0)] * draws.node.shape[1]] * batch if known is None else known.tolist()
     rows = zip(
         tree.tokens.tolist(), tree.parents.tolist(), draws.node.tolist(), draws.kind.tolist(), draws.law.tolist(), facts, strict=True
     )
     for row, (tokens, parents, *drawn) in enumerate(rows):
         gone: set[tuple[int, int, int]] = set()
+        hit: set[int] = set()
         for draw, (node, kind, law, (mass, total, least)) in enumerate(zip(*drawn, strict=True)):
             if node < 0:
                 continue
@@ -279,6 +283,8 @@ def _check_draws(tree: DraftTree, vocab_size: int, sums: bool, known: Float[Tens
                 bad = "must land on a drafted node"
             elif kind not in _KINDS:
                 bad = "is of no known kind"
+            elif chain and node in hit:
+                bad = "lands where another draw did, but the drafter says that it drafts chains"
             elif kind not in draws.kinds:
                 bad = f"is of kind {Kind(kind).name}, which `kinds` does not name"
             elif kind != Kind.POINT:
@@ -290,15 +296,18 @@ def _check_draws(tree: DraftTree, vocab_size: int, sums: bool, known: Float[Tens
                 elif not mass > 0:
                     bad = "landed where its declared law has no mass"
                 elif sums and not (abs(total - 1) <= slack and least >= 0):
-                    bad = "has a law that is negative, NaN or does not sum to one"
+                    bad = f"has a law that is negative, NaN or does not sum to one (sum {total:g}, least {least:g})"
                 if kind == Kind.WITHOUT_REPLACEMENT:
                     gone.add(key)
+            hit.add(node)
             if bad:
                 raise ValueError(f"draws: row {row}, draw {draw} (node {node}) {bad}")
 
 
 def answer_form(tree: DraftTree, answer: Acceptance) -> None:
     """Raise `ValueError` if a field of an acceptor's answer has the wrong shape or dtype; its values are not read."""
+    if not isinstance(answer, Acceptance):
+        raise TypeError(f"acceptance: an acceptor must answer with a specdec.Acceptance, got {type(answer).__name__}")
     batch = len(tree.tokens)
     for name, value, axes in (("path", answer.path, "D"), ("count", answer.count, ""), ("next_token", answer.next_token, "")):
         if value.dtype != torch.int64 or value.ndim != 1 + len(axes) or len(value) != batch or 0 in value.shape[1:]:

@@ -13,7 +13,7 @@ from ..rng import CounterRng
 from ..tree import check_answer
 from ..types import Acceptance, Budget, DraftTree, Draws, Verification
 from .battery import Cell, battery, certify
-from .laws import Standing, emitted, stand
+from .laws import Standing, emitted, shown, stand
 
 __all__ = ["acceptor_checks"]
 
@@ -31,7 +31,7 @@ def _round(cell: Cell, rows: list[int]) -> tuple[Standing, DraftTree, Verificati
     at = stand(cell.drafter, cell.verifier, [cell.prompts[row] for row in rows])
     source = CounterRng(rows).round(range(len(rows)), at.positions, torch.device("cpu"))
     tree = cell.drafter.propose(at.drafter, at.pending, Budget.of(*cell.plan, batch=len(rows)), source)
-    return at, tree, Verification(cell.verifier.verify(at.verifier, tree).logp)
+    return at, tree, shown(cell.verifier.verify(at.verifier, tree))
 
 
 def _accept(acceptor: Acceptor, cell: Cell, rows: list[int]) -> tuple[DraftTree, Acceptance]:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from pathlib import Path
 from typing import Any, cast
 
-from ..base import Acceptor
+from ..base import Acceptor, Drafter
 from ..loop import compatible
 from .drafters import TableDrafter
 from .laws import Tokens, expected_tokens, hazard_defect, one_round, several_rounds, tabulated
@@ -18,7 +20,7 @@ from .tables import LawPairs, TableVerifier, law_pairs
 from .tolerances import ROUND_LAW
 from .truth import drafts
 
-__all__ = ["Cell", "battery", "certify"]
+__all__ = ["Cell", "battery", "blank", "certify"]
 
 SHAPES: dict[str, tuple[int, dict[str, Sequence[str]]]] = {
     "chain 3": (3, {"point": "ppp", "iid": "iii", "without replacement": "www", "mixed": "ipi"}),
@@ -26,19 +28,22 @@ SHAPES: dict[str, tuple[int, dict[str, Sequence[str]]]] = {
     "tree (1,2)": (3, {"point": ("p", "pp"), "iid": ("i", "ii"), "without replacement": ("w", "ww"), "mixed": ("i", "rp")}),
     "level 2": (4, {"point": ("pp",), "iid": ("ii",), "without replacement": ("ww",), "mixed": ("rp",)}),
     "level 3": (4, {"point": ("ppp",), "iid": ("iii",), "without replacement": ("www",), "mixed": ("rpp",)}),
+    "level 4": (4, {"iid": ("iiii",), "mixed": ("iwiw",)}),
+    "chain 5": (2, {"iid": "iiiii"}),
     "merged paths (2,1)": (3, {"iid": ("ii", "i")}),
     "merged level 3": (3, {"iid": ("iii",)}),
     "merged samplers": (4, {"mixed": ("pIw",)}),
+    "two samplers": (4, {"without replacement": ("wWw",)}),
     "empty": (3, {"none": ()}),
     "uneven rows": (4, {"mixed": ("rp", "i")}),
     "uneven chain": (4, {"iid": "iii"}),
-    "two rounds": (2, {"point": "pp", "iid": "ii", "mixed": "pw"}),
+    "two rounds": (2, {"point": "pp", "iid": "ii", "mixed": "pw", "siblings": ("ii",)}),
 }
 """Vocabulary and, for each way of drawing, the levels of a `TableDrafter`. Four tokens where siblings matter: with fewer, faults hide."""
 
-_DEAR = "tree (2,2)"
+_DEAR = ("tree (2,2)", "level 4")
 _ENOUGH = ("generic", "close", "zeros", "one-hot target", "disjoint")
-"""Pairs of laws for the shape with the most branches; the others are covered by the other shapes."""
+"""Pairs of laws for the shapes with the most branches; the others are covered by the other shapes."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +101,7 @@ def _cells() -> Iterator[Cell]:
             pairs = law_pairs(vocab_size, max(1, len(levels)))
             merge, uneven = shape.startswith("merged"), shape.startswith("uneven")
             drafter = TableDrafter(pairs.draft, levels, other=pairs.other, merge=merge, uneven=uneven)
-            chosen = [p for p, name in zip(pairs.prompts, pairs.names, strict=True) if shape != _DEAR or name in _ENOUGH]
+            chosen = [p for p, name in zip(pairs.prompts, pairs.names, strict=True) if shape not in _DEAR or name in _ENOUGH]
             yield Cell(shape, proposal, drafter, pairs, tuple(chosen), 2 if shape == "two rounds" else 1)
 
 
@@ -117,11 +122,16 @@ def certify(acceptor: Acceptor, *, cells: Sequence[Cell] | None = None, toleranc
     return [_certificate(acceptor, cell, tolerance) for cell in (battery() if cells is None else cells)]
 
 
-def _certificate(acceptor: Acceptor, cell: Cell, tolerance: float) -> dict[str, Any]:
-    row = {
-        "acceptor": type(acceptor).__name__, "drafter": type(cell.drafter).__name__, "proposal": cell.proposal, "shape": cell.shape,
+def blank(acceptor: Acceptor, drafter: Drafter, proposal: str, shape: str) -> dict[str, Any]:
+    """A row of a certificate before anything is computed."""
+    return {
+        "acceptor": type(acceptor).__name__, "drafter": type(drafter).__name__, "proposal": proposal, "shape": shape,
         "lossless": acceptor.lossless, "defect": None, "expected_tokens": None, "efficiency": None, "verdict": "refused", "reason": None,
     }  # fmt: skip
+
+
+def _certificate(acceptor: Acceptor, cell: Cell, tolerance: float) -> dict[str, Any]:
+    row = blank(acceptor, cell.drafter, cell.proposal, cell.shape)
     try:
         compatible(cell.drafter, acceptor, acceptor.greedy)
     except ValueError as error:
@@ -129,8 +139,9 @@ def _certificate(acceptor: Acceptor, cell: Cell, tolerance: float) -> dict[str, 
     try:
         parts = (cell.drafter, cell.verifier, WatchedAcceptor(acceptor), cell.prompts, cell.plan)
         laws = one_round(*parts) if cell.rounds == 1 else several_rounds(*parts, cell.rounds)
-    except Exception as error:  # whatever a reader's rule raises: the other rows may say more
-        return row | {"verdict": "fail", "reason": f"{type(error).__name__}: {error}"}
+    except (Exception, SystemExit) as error:  # whatever a reader's rule raises: the other rows may say more
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        return row | {"verdict": "fail", "reason": f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"}
     longest = max(len(text) for law in laws.values() for text in law)
     targets = tabulated(cell.verifier, cell.prompts, longest - 1, greedy=acceptor.greedy)
     defects = {prompt: hazard_defect(laws[prompt], targets[prompt]) for prompt in cell.prompts}

@@ -66,11 +66,11 @@ def check_acceptor(acceptor: Acceptor, *, cells: Sequence[Cell] | None = None) -
 
 
 def _run(checks: Iterator[Check], part: Drafter | Acceptor) -> None:
-    failed: list[tuple[str, Exception]] = []
+    failed: list[tuple[str, BaseException]] = []
     for name, check in checks:
         try:
             check()
-        except Exception as error:  # whatever it raises: the next check may still say more
+        except (Exception, SystemExit) as error:  # whatever it raises: the next check may still say more
             failed.append((name, error))
     if failed:
         told = "\n".join(f"  {name}: {type(error).__name__}: {error}" for name, error in failed)

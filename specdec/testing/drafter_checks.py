@@ -13,6 +13,7 @@ from ..acceptors import RejectionAcceptor
 from ..base import Acceptor, Drafter
 from ..loop import compatible, treats
 from ..types import Budget, Kind, Round
+from .battery import blank
 from .laws import Plan, expected_tokens, hazard_defect, one_round, several_rounds, stand, tabulated, target_law
 from .purity import WatchedAcceptor, WatchedDrafter, generators_at_rest, other_seed
 from .states import reachable, text_law, worst_state
@@ -26,7 +27,7 @@ __all__ = ["certify_drafter", "drafter_checks"]
 def declared_law(s: Subject) -> None:
     """The law that a draw declares is the one it was drawn from, after any history of draws."""
     slack = LAW[s.dtype]
-    for plan in s.plans:
+    for plan in (*s.plans, (5, 5, 1)):
         found = drafts(s.drafter, s.verifier, s.contexts, plan, slack)
         for context in s.contexts:
             worst = untruth([branch for branch in found if branch.root == context], slack)
@@ -187,18 +188,13 @@ def certify_drafter(drafter: Drafter, acceptors: Sequence[Acceptor] = LOSSLESS, 
     proposal = ", ".join(kind.name.lower().replace("_", " ") for kind in sorted(drafter.draws)) or "none"
     for acceptor in acceptors:
         for plan in s.plans:
-            row = {
-                "acceptor": type(acceptor).__name__, "drafter": type(drafter).__name__, "proposal": proposal,
-                "shape": f"budget {','.join(map(str, plan))}", "lossless": acceptor.lossless, "defect": None, "expected_tokens": None,
-                "efficiency": None, "verdict": "refused", "reason": None,
-            }  # fmt: skip
-            yield row | _law_of(s, acceptor, plan, failed)
+            yield blank(acceptor, drafter, proposal, f"budget {','.join(map(str, plan))}") | _law_of(s, acceptor, plan, failed)
 
 
 def _failure(check: Callable[[Subject], None], s: Subject, name: str) -> str | None:
     try:
         check(s)
-    except Exception as error:  # whatever a reader's drafter raises: the other checks may say more
+    except (Exception, SystemExit) as error:  # whatever a reader's drafter raises: the other checks may say more
         return f"{name}: {type(error).__name__}: {error}"
     return None
 
@@ -211,7 +207,7 @@ def _law_of(s: Subject, acceptor: Acceptor, plan: Plan, failed: str) -> dict[str
     try:
         laws = one_round(s.drafter, s.verifier, WatchedAcceptor(acceptor), s.contexts, plan)
         allowed = _allowed(s)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return {"verdict": "fail", "reason": failed or f"{type(error).__name__}: {error}"}
     targets = tabulated(s.verifier, s.contexts, plan[1], greedy=acceptor.greedy)
     defect, worst = max((hazard_defect(laws[context], targets[context]), context) for context in s.contexts)

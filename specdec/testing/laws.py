@@ -20,13 +20,13 @@ from ..ragged import pad_rows
 from ..rng import Purpose
 from ..stops import Ends
 from ..tree import root_only
-from ..types import Acceptance, Budget, DraftTree, Float, Int64, Verification
+from ..types import Acceptance, Budget, DraftTree, Float, Int64, Scores, Verification
 from ..warp import Warper
 from .enumerate import EnumeratingRng, branches
 
 __all__ = [
     "Law", "Standing", "TargetLaw", "autoregressive", "emitted", "endless", "expected_tokens", "extended", "hazard_defect", "one_round",
-    "laws_after", "several_rounds", "stand", "tabulated", "target_law", "total_variation",
+    "laws_after", "several_rounds", "shown", "stand", "tabulated", "target_law", "total_variation",
 ]  # fmt: skip
 
 Tokens = tuple[int, ...]
@@ -64,6 +64,13 @@ def stand(drafter: Drafter, verifier: Verifier, prompts: Sequence[Tokens], *, gr
     return Standing(ctx, states[0], states[1], pending, (lengths - 1).tolist())
 
 
+def shown(scores: Scores) -> Verification:
+    """What an acceptor is shown: scores that are no log-probabilities, as a temperature leaves them, and raw logits that are others, as
+    processors make them. The law is that of `scores`."""
+    logp = scores.logp
+    return Verification(scores=logp + torch.arange(1, 1 + logp.shape[1], device=logp.device)[:, None] / 4, logits=logp.flip(-1))
+
+
 def emitted(tree: DraftTree, acceptance: Acceptance) -> list[Tokens]:
     """What a round adds to each row's text: the accepted tokens, then the correction or bonus."""
     tokens = tree.tokens.gather(1, acceptance.path.clamp_min(0)).tolist()
@@ -88,7 +95,7 @@ def one_round(drafter: Drafter, verifier: Verifier, acceptor: Acceptor, prompts:
         at = stand(drafter, verifier, rng.roots, greedy=acceptor.greedy)
         source = rng.round(range(len(rng.roots)), at.positions, facts.device)
         tree = drafter.propose(at.drafter, at.pending, Budget.of(*plan, batch=len(rng.roots)), source).to(facts.device)
-        return emitted(tree, acceptor.accept(tree, Verification(verifier.verify(at.verifier, tree).logp), source))
+        return emitted(tree, acceptor.accept(tree, shown(verifier.verify(at.verifier, tree)), source))
 
     return _by_root((b.root, b.result, b.probability) for b in branches(run, prompts, shared=shared))
 

@@ -33,6 +33,7 @@ class Recursive(Acceptor):
         finish: the law of the correction or bonus, from: what is left, the target's at the node, the last failed child's draft law, and
             whether any child failed.
         number: of a coin, from its honest number and the depth of the child.
+        read: the target's laws, from what the rule is shown.
     """
 
     lossless: ClassVar[bool] = True
@@ -41,11 +42,12 @@ class Recursive(Acceptor):
     def __init__(self, *, weigh: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = lambda num, den: (num, den),
                  left: Callable[[Weights, Weights, Weights, Weights], Weights] = lambda had, target, child, draft: left_over(had, draft),
                  finish: Callable[[Weights, Weights, Weights, Bool[Tensor, " B"]], Weights] = lambda left, target, draft, failed: left,
-                 number: Callable[[int, int], int] = lambda number, depth: number) -> None:  # fmt: skip
-        self.weigh, self.left, self.finish, self.number = weigh, left, finish, number
+                 number: Callable[[int, int], int] = lambda number, depth: number,
+                 read: Callable[[Verification], Tensor] = lambda verification: verification.logp.exp()) -> None:  # fmt: skip
+        self.weigh, self.left, self.finish, self.number, self.read = weigh, left, finish, number, read
 
     def accept(self, tree: DraftTree, verification: Verification, source: Source) -> Acceptance:
-        law = verification.logp.exp()
+        law = self.read(verification)
         rows, vocab = torch.arange(len(law)), law.shape[-1]
         node = torch.zeros(len(law), dtype=torch.int64)
         residual = law[:, 0]
@@ -104,7 +106,7 @@ class _Impure(Acceptor):
     takes: ClassVar[frozenset[Kind]] = frozenset(Kind)
 
     def accept(self, tree: DraftTree, verification: Verification, source: Source) -> Acceptance:
-        verification.logp.clamp_(min=-1e4)
+        verification.scores.clamp_(min=-1e4)
         return RejectionAcceptor().accept(tree, verification, source)
 
 
@@ -205,6 +207,14 @@ def mutant_acceptors() -> dict[str, Mutant]:
         "typical acceptance, said to be lossless": Mutant(_Claims(TypicalAcceptor()), chain, TypicalAcceptor(), _OFF),
         "K-SEQ takes draws without replacement": Mutant(
             _Claims(KSeqAcceptor(), as_iid), "law-level-2-without-replacement", KSeqAcceptor(), _OFF
+        ),
+        "takes scores for log-probabilities": wrong(level, read=lambda verification: verification.scores.exp()),
+        "takes raw logits, which no processor changed": wrong(level, read=lambda verification: verification.logits.softmax(-1)),
+        "a small residual counts as none": wrong(
+            level, "defect 0[.]000[0-9]+; worst for the pair of laws 'nearly equal'",
+            left=lambda had, target, child, draft: torch.where(
+                (had - draft).clamp_min(0).sum(-1, keepdim=True) < 1e-3, had, left_over(had, draft)
+            ),
         ),
         "one coin for all siblings": wrong(level, "AddressReuse.*purpose ACCEPT, number 1", number=lambda number, depth: depth),
         "coins belong to absolute positions": Mutant(

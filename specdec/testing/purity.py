@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ..base import Acceptor, Context, Drafter
-from ..rng import Source
+from ..rng import Purpose, Source
 from ..tree import check_answer
 from ..types import Acceptance, Budget, Commit, DraftTree, Int64, Round, Verification
 
 __all__ = [
-    "Touched", "WatchedAcceptor", "WatchedDrafter", "generators_at_rest", "other_seed", "untouched",
+    "DraftNoise", "Touched", "WatchedAcceptor", "WatchedDrafter", "generators_at_rest", "other_seed", "untouched",
 ]  # fmt: skip
 
 
@@ -117,6 +117,24 @@ class WatchedDrafter(Drafter):
 
     def select(self, state: Any, rows: Sequence[int]) -> Any:
         return self.inner.select(state, rows)
+
+
+class DraftNoise(Source):
+    """A source that hands a drafter its own noise alone. With coins and corrections it would know what decides about its draft."""
+
+    def __init__(self, inner: Source) -> None:
+        self.inner = inner
+
+    def accept(self, num: Tensor, den: Tensor, number: int, active: Tensor | None = None) -> Tensor:
+        raise AssertionError("a drafter flipped an acceptor's coin; draw with source.categorical(weights, Purpose.DRAFT, number)")
+
+    def categorical(self, weights: Tensor, purpose: Purpose, number: int, active: Tensor | None = None) -> Tensor:
+        if purpose not in (Purpose.DRAFT, Purpose.TARGET):
+            raise AssertionError(f"a drafter drew with Purpose.{purpose.name}; Purpose.DRAFT is its own")
+        return self.inner.categorical(weights, purpose, number, active)
+
+    def part(self, index: int) -> Source:
+        return DraftNoise(self.inner.part(index))
 
 
 class WatchedAcceptor(Acceptor):

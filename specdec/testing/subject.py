@@ -25,6 +25,7 @@ from ..rng import CounterRng
 from ..tree import check
 from ..types import Budget, DraftTree, Round
 from .laws import Plan, Standing, Tokens, endless, stand
+from .purity import DraftNoise
 from .tables import TableVerifier
 from .tolerances import LAW
 from .truth import Drawn, drawn
@@ -89,7 +90,7 @@ def propose(s: Subject, contexts: Sequence[Tokens], seeds: Sequence[int], budget
 def propose_at(s: Subject, at: Standing, seeds: Sequence[int], budget: Budget) -> DraftTree:
     """The next draft of rows that stand somewhere, checked for its form."""
     source = CounterRng(seeds).round(range(len(seeds)), at.positions, s.verifier.facts.device)
-    tree = s.drafter.propose(at.drafter, at.pending, budget, source)
+    tree = s.drafter.propose(at.drafter, at.pending, budget, DraftNoise(source))
     check(tree, at.pending, budget, s.vocab_size, sums=True)
     if not tree.draws.kinds <= s.drafter.draws:
         raise AssertionError(f"draws: declared are {sorted(s.drafter.draws)}, the tree holds {tree.draws.kinds}")

@@ -109,6 +109,19 @@ def _close(g: torch.Generator, size: int) -> tuple[Law, Law]:
     return law, (law + _softmax(g, size)) / 2
 
 
+def _nearly(g: torch.Generator, size: int) -> tuple[Law, Law]:
+    law = _softmax(g, size)
+    return law, 0.999 * law + 0.001 * _softmax(g, size)
+
+
+def _peaked(g: torch.Generator, size: int) -> Law:
+    law = 1e-6 + torch.zeros(size, dtype=torch.float64)
+    first, second = torch.randperm(size, generator=g)[:2].tolist()
+    law[second] = 1e-3
+    law[first] = 1 - 1e-3 - 1e-6 * (size - 2)
+    return law
+
+
 def _disjoint(g: torch.Generator, size: int) -> tuple[Law, Law]:
     law, mine = _softmax(g, size), torch.rand(size, generator=g).argsort() < size // 2
     return law * mine / (law * mine).sum(), law * ~mine / (law * ~mine).sum()
@@ -128,6 +141,8 @@ PAIRS: dict[str, Maker] = {
     "ties": _separately(_ties, _ties),
     "one-hot draft": _separately(_softmax, _one_hot),
     "zeros in the target": _separately(_with_zeros, _softmax),
+    "nearly equal": _nearly,
+    "peaked": _separately(_peaked, _peaked),
 }
 """Kinds of (target law, draft law). Faults among siblings need several generic or close pairs of 4 tokens or more to show: where the laws
 are far apart, what one sibling leaves over is often enough to accept the next for certain."""

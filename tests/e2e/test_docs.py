@@ -33,7 +33,7 @@ def told(line: str) -> tuple[str, ...]:
 def test_every_rule_has_a_page_with_its_certificate(name):
     (printed,) = [page for page in PAGES.values() if f"<!-- certificate: {name} -->" in page]
     lines = {told(line) for line in printed.splitlines() if line.startswith(name)}
-    assert len(lines) == len(battery())
+    assert len(lines) == len(battery()) + 3  # and what no law can see
     for row in certify(getattr(acceptors, name)(), cells=CHEAP):
         assert told(_line(row)) in lines, f"run: specdec certify --acceptor {name}"
 

@@ -47,6 +47,18 @@ def test_a_drafter_of_the_readers_own_passes_its_checks(tmp_path) -> None:
     assert re.search(r"\b[1-9]\d* passed", done.stdout) and "skipped" not in done.stdout
 
 
+def test_a_rule_and_a_drafter_of_the_readers_own_are_certified(tmp_path) -> None:
+    """What docs/extend.md shows, through the commands that it names."""
+    page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+    (code,) = re.findall(r"^```python\n(.*?)^```$", page, re.M | re.S)
+    (tmp_path / "mine.py").write_text(code)
+    path = os.pathsep.join([str(Path(specdec.__file__).parents[1]), os.environ.get("PYTHONPATH", "")])
+    for words in re.findall(r"`specdec (certify [^`]*)`", page):
+        command = [sys.executable, "-m", "specdec", *words.split()]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env={**os.environ, "PYTHONPATH": path})
+        assert done.returncode == 0 and done.stdout.count("pass") > 10, done.stdout + done.stderr
+
+
 def test_two_commands_set_up_everything_and_ci_runs_them() -> None:
     lines = [block.strip() for block in blocks("bash")][:2]
     assert not any("\n" in line for line in lines)

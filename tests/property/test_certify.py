@@ -75,7 +75,7 @@ def test_the_battery_has_every_shape_and_kind():
         ("uneven rows", "mixed"),
         ("two rounds", "iid"),
     }
-    assert all(len(cell.prompts) >= 4 for cell in battery() if cell.rounds == 1)
+    assert all(len(cell.prompts) >= 4 for cell in battery() if cell.drafter.model.vocab_size > 2)
 
 
 def test_a_lossy_rule_that_says_so_is_measured_not_failed():

@@ -82,7 +82,7 @@ def test_declared_dtype_is_the_one_drawn_in():
     tree = tree_of(TableDrafter(Q, "ii", dtype=torch.float32))
     assert tree.laws.dtype == torch.float32
     found = drafts(TableDrafter(Q, "ii", dtype=torch.float32), VERIFIER, [(1, 2)], (2, 2, 1), slack=1e-5)
-    assert 1e-12 < untruth(found, slack=1e-5).defect < 1e-6
+    assert untruth(found, slack=1e-5).defect < 1e-12  # the declared numbers are the weights drawn from, in proportion
 
 
 def test_levels_are_checked():
