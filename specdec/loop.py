@@ -103,6 +103,7 @@ def decode(verifier: Verifier, prompts: Sequence[Int64[Tensor, " _"]], options: 
             best = processed.max(-1).indices if options.greedy else None  # on the CPU twice as fast as argmax
             verification = Verification(scores=processed, best=best, features=scores.features, logits=scores.logits)
             acceptance = acceptor.accept(there, verification, source)
+            answer_form(there, acceptance)
             tree, told, decided, kept, known = _read(there, None if remote else drafted, verification, acceptance)
             if remote:
                 _fits(tree, pending, budget, drafter, facts.vocab_size, known)
@@ -239,7 +240,6 @@ def _read(there: DraftTree, here: DraftTree | None, verification: Verification,
         The tree and the answer on the host; what was decided, if the answer is one; the scores after the accepted nodes, where they are;
         and the `evidence` of the tree's laws if it was not on the host before.
     """
-    answer_form(there, acceptance)
     count, nodes, vocab_size = acceptance.count, there.tokens.shape[1], verification.scores.shape[-1]
     # Where reading costs nothing, no law is normalised that is not needed.
     width = min(max(1, int(count.max())) if count.device.type == "cpu" else there.height + 1, acceptance.path.shape[1])

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -304,8 +305,9 @@ def _check_draws(tree: DraftTree, vocab_size: int, sums: bool, known: Float[Tens
                 raise ValueError(f"draws: row {row}, draw {draw} (node {node}) {bad}")
 
 
-def answer_form(tree: DraftTree, answer: Acceptance) -> None:
-    """Raise `ValueError` if a field of an acceptor's answer has the wrong shape or dtype; its values are not read."""
+def answer_form(tree: DraftTree, answer: Any) -> None:
+    """Raise `TypeError` if an acceptor's answer is no `Acceptance`, `ValueError` if a field of it has the wrong shape or dtype; values are
+    not read."""
     if not isinstance(answer, Acceptance):
         raise TypeError(f"acceptance: an acceptor must answer with a specdec.Acceptance, got {type(answer).__name__}")
     batch = len(tree.tokens)

@@ -85,7 +85,7 @@ def test_the_reference_draft_is_as_good_as_meant(smollm2, chat, draft):
 
 # ---------------------------------------------------------------------------------- the law of the first token, over many draws
 
-DRAWS, BATCH = 600, 50
+DRAWS, BATCH = 1000, 50
 ERROR = 1e-6
 
 
