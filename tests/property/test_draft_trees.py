@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from processors import Memory
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
@@ -144,6 +144,7 @@ def holds_its_text(cache: Any, texts: Sequence[Sequence[int]]) -> None:
     "processors", [[], [RepetitionPenaltyLogitsProcessor(1.5), TopKLogitsWarper(6)], [Memory()]], ids=["raw", "pure", "memory"]
 )
 @pytest.mark.parametrize("name", GROWERS)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_every_node_is_drawn_from_the_law_of_its_path(name, processors, data):
     """Over some rounds, whatever was accepted, for rows of their own lengths and budgets."""
@@ -324,7 +325,7 @@ def grown(grow: Grower, vocab_size: int = 3, change: Any = lambda logits: logits
 
 
 LAWS = {
-    "merged": grown(iid(2, merge=True)),
+    "merged": grown(iid(2, merge=True), 2),
     "without replacement, truncated": grown(without_replacement(2), logits_processor=[TopKLogitsWarper(2)]),
     "mixed": grown(mixed(2)),
     "points": grown(mixed(2), sample=False),

@@ -11,7 +11,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.acceptors import (
@@ -210,6 +210,7 @@ def agree(acceptor, rule, tree, laws, rows=None):
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
+@settings(max_examples=25)
 @given(data=st.data(), seed=st.integers(0, 1000))
 def test_a_vectorised_rule_is_the_slow_one_on_any_tree(kind, data, seed):
     rule, kinds = KINDS[kind]
@@ -217,6 +218,7 @@ def test_a_vectorised_rule_is_the_slow_one_on_any_tree(kind, data, seed):
     agree(kind(), rule, tree, laws_at(tree, seed, 3))
 
 
+@settings(max_examples=25)
 @given(data=st.data(), seed=st.integers(0, 1000))
 def test_block_verification_is_the_slow_rule_on_any_chain(data, seed):
     tree = data.draw(trees(3, 2, nodes=4))
