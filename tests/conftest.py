@@ -19,7 +19,7 @@ torch.set_num_threads(1)  # sums come out the same on every machine, and a busy 
 
 SLOW_DATA = [HealthCheck.too_slow, HealthCheck.data_too_large]  # drawing a tree is slow beside the shapes' checks; no test is timed
 settings.register_profile("fast", max_examples=20, deadline=None, derandomize=True, suppress_health_check=SLOW_DATA)
-settings.register_profile("ci", parent=settings.get_profile("fast"), max_examples=50)
+settings.register_profile("ci", parent=settings.get_profile("fast"), max_examples=30)
 settings.load_profile("ci" if os.environ.get("CI") else "fast")
 
 

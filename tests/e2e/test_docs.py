@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-import specdec
 from specdec import acceptors
 from specdec.acceptors import TypicalAcceptor
 from specdec.cli.certify import _line
@@ -17,7 +16,7 @@ from specdec.testing.laws import autoregressive, extended, one_round, tabulated,
 from specdec.testing.mutant_acceptors import mutant_acceptors
 from specdec.testing.mutants import mutant_drafters
 
-MATH = Path(specdec.__file__).parents[1] / "docs" / "math"
+MATH = Path(__file__).parents[2] / "docs" / "math"
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in MATH.glob("*.md")}
 CELLS = {(cell.shape, cell.proposal): cell for cell in battery()}
 CHEAP = [cell for cell in battery() if cell.shape in ("level 2", "uneven chain", "two rounds")]
