@@ -38,6 +38,7 @@ def test_drafters(check):
     check()
 
 
+@pytest.mark.slow
 @parametrize_with_checks([RejectionAcceptor(), BlockAcceptor(), TraversalAcceptor()])
 def test_acceptors(check):
     check()

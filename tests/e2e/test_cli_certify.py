@@ -15,6 +15,8 @@ from specdec.cli import certify, main
 from specdec.testing import mutant_report
 from specdec.testing.battery import battery
 
+pytestmark = pytest.mark.slow
+
 KEYS = {"acceptor", "drafter", "proposal", "shape", "lossless", "defect", "expected_tokens", "efficiency", "verdict", "reason"}
 
 MINE = """

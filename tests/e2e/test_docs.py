@@ -16,6 +16,8 @@ from specdec.testing.laws import autoregressive, extended, one_round, tabulated,
 from specdec.testing.mutant_acceptors import mutant_acceptors
 from specdec.testing.mutants import mutant_drafters
 
+pytestmark = pytest.mark.slow
+
 MATH = Path(__file__).parents[2] / "docs" / "math"
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in MATH.glob("*.md")}
 CELLS = {(cell.shape, cell.proposal): cell for cell in battery()}

@@ -16,6 +16,8 @@ from specdec.testing.bounds import iid_level, level_optimum, mixed_level, point_
 from specdec.testing.laws import tabulated
 from specdec.testing.optimum import flow_optimum, round_optimum
 
+pytestmark = pytest.mark.slow
+
 KINDS = ("generic", "close", "zeros", "ties", "equal", "sharp")
 
 

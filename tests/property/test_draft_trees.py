@@ -29,6 +29,8 @@ from specdec.types import PAD
 from specdec.verifiers import TreeVerifier
 from specdec.warp import Warper
 
+pytestmark = pytest.mark.slow
+
 V = 11
 TARGET = TinyTarget(V, seed=3)
 DRAFT = TinyTarget(V, hidden_size=16, num_layers=1, seed=4)

@@ -27,6 +27,8 @@ from specdec.testing.tables import TableVerifier, law_pairs
 from specdec.tree import chain
 from specdec.types import Verification
 
+pytestmark = pytest.mark.slow
+
 PROMPTS = [[1, 2, 3, 1, 2], [4, 4, 5]]
 
 

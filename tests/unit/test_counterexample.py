@@ -15,6 +15,8 @@ from specdec.testing.laws import hazard_defect, laws_after, one_round, target_la
 from specdec.testing.mutant_acceptors import mutant_acceptors
 from specdec.types import Kind
 
+pytestmark = pytest.mark.slow
+
 
 def mutant(name):
     return mutant_acceptors()[name].part

@@ -19,6 +19,8 @@ from specdec.testing.laws import endless
 from specdec.testing.mutant_acceptors import mutant_acceptors
 from specdec.testing.tables import TableVerifier
 
+pytestmark = pytest.mark.slow
+
 SIZE = 200
 ALPHA = 0.01
 
