@@ -36,8 +36,8 @@ class Stats:
     accepted_by_depth: tuple[int, ...] = ()
     seconds: Mapping[str, float] = field(default_factory=dict)
     """Wall time by phase, see `PHASES`."""
-    lossless: bool = True
-    """Whether every round's acceptor was: of a lossy one the counts say how many tokens it took, not how many the target would have."""
+    lossy: int = 0
+    """Rounds whose acceptor was no lossless one: of those the counts say how many tokens it took, not how many the target would have."""
 
     @classmethod
     def of(cls, done: Round) -> Stats:
@@ -50,14 +50,12 @@ class Stats:
             truncated=sum(a == len(e) for a, e in zip(done.accepted, done.emitted, strict=True) if e),
             attempted_by_depth=tuple(sum(a > d for a in done.attempted) for d in range(deepest)),
             accepted_by_depth=tuple(sum(a > d for a in done.accepted) for d in range(deepest)), seconds=done.seconds,
-            lossless=done.lossless,
+            lossy=0 if done.lossless else sum(map(bool, done.emitted)),
         )  # fmt: skip
 
     def __add__(self, other: Stats) -> Stats:
         def add(name: str) -> Any:
             a, b = getattr(self, name), getattr(other, name)
-            if isinstance(a, bool):
-                return a and b
             if isinstance(a, tuple):
                 return tuple(x + y for x, y in zip_longest(a, b, fillvalue=0))
             if isinstance(a, Mapping):
@@ -65,6 +63,11 @@ class Stats:
             return a + b
 
         return Stats(**{f.name: add(f.name) for f in fields(self)})
+
+    @property
+    def lossless(self) -> bool:
+        """Whether every round's acceptor was."""
+        return self.lossy == 0
 
     @property
     def tokens_per_round(self) -> float:

@@ -16,7 +16,7 @@ from .types import PAD, ROOT, Acceptance, Bool, Budget, DraftTree, Draws, Float,
 
 __all__ = [
     "acceptable", "ancestors", "answer_form", "chain", "check", "check_answer", "depths", "draw_law", "draw_parents", "evidence",
-    "follow", "from_lists", "padded_chain", "path_to", "root_only", "sort_draws",
+    "follow", "from_lists", "landed", "padded_chain", "path_to", "root_only", "sort_draws",
 ]  # fmt: skip
 
 
@@ -83,6 +83,12 @@ def sort_draws(tree: DraftTree) -> tuple[Int64[Tensor, "B M"], Int64[Tensor, "B 
     parent = draw_parents(tree)
     parent, order = torch.where(parent < 0, tree.parents.shape[1], parent).sort(dim=-1, stable=True)
     return order, parent
+
+
+def landed(tree: DraftTree, draw: Int64[Tensor, " B"]) -> tuple[Int64[Tensor, " B"], Int64[Tensor, " B"]]:
+    """The node that draw number `draw` of each row landed on, and its token; the root's where the draw is padding."""
+    node = tree.draws.node.gather(1, draw[:, None]).clamp_min(0)
+    return node[:, 0], tree.tokens.gather(1, node)[:, 0]
 
 
 def draw_law(tree: DraftTree, draw: Int64[Tensor, " B"], dtype: torch.dtype, vocab_size: int) -> Float[Tensor, "B V"]:

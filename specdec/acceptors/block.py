@@ -8,7 +8,7 @@ import torch
 
 from ..base import Acceptor
 from ..rng import Purpose, Source
-from ..tree import draw_law, path_to, sort_draws
+from ..tree import draw_law, landed, path_to, sort_draws
 from ..types import Acceptance, DraftTree, Kind, Verification
 from .residual import failing, passing, remaining
 
@@ -33,12 +33,12 @@ class BlockAcceptor(Acceptor):
         node, budget, going = [root], [torch.zeros_like(root, dtype=torch.float64)], []
         laws, drawn = [], []
         for k in range(depth):
-            child = tree.draws.node.gather(1, order[:, k, None]).clamp_min(0)
+            child, token = landed(tree, order[:, k])
             laws.append(verification.law(node[k]))
             drawn.append(draw_law(tree, order[:, k], laws[k].dtype, laws[k].shape[1]))
             going.append((parents[:, k] == node[k]) & (going[-1] if going else True))
-            node.append(torch.where(going[k], child[:, 0], node[k]))
-            budget.append(passing(budget[k], laws[k], drawn[k], tree.tokens.gather(1, child)[:, 0]))
+            node.append(torch.where(going[k], child, node[k]))
+            budget.append(passing(budget[k], laws[k], drawn[k], token))
         # Up: a node that the chain goes on below keeps what is left when that has failed. The root needs no coin.
         at, done = root, torch.zeros_like(root, dtype=torch.bool)
         for k in range(depth, 0, -1):

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..base import Acceptor
 from ..rng import Purpose, Source
-from ..tree import draw_law, path_to, sort_draws
+from ..tree import draw_law, landed, path_to, sort_draws
 from ..types import Acceptance, DraftTree, Float, Kind, Verification
 
 __all__ = ["KSeqAcceptor"]
@@ -33,7 +33,7 @@ class KSeqAcceptor(Acceptor):
 
     def accept(self, tree: DraftTree, verification: Verification, source: Source) -> Acceptance:
         node = torch.zeros_like(tree.tokens[:, 0])
-        residual = verification.law(node)
+        rows, residual = torch.arange(len(node), device=node.device), verification.law(node)
         order, parents = sort_draws(tree)
         kind, law = (part.gather(1, order) for part in (tree.draws.kind, tree.draws.law))
         # Draws of one law below one node, one right behind the other.
@@ -44,16 +44,15 @@ class KSeqAcceptor(Acceptor):
             draw, here = order[:, number], parents[:, number] == node
             if here.device.type == "cpu" and not here.any():  # elsewhere a look would wait for the device
                 continue
-            child = tree.draws.node.gather(1, draw[:, None]).clamp_min(0)
-            token = tree.tokens.gather(1, child)
+            child, token = landed(tree, draw)
             drawn = draw_law(tree, draw, residual.dtype, residual.shape[1])
             rho, passing = _threshold(residual, drawn, alike[:, number].sum(-1))
-            passed = source.accept(residual.gather(1, token)[:, 0], rho * drawn.gather(1, token)[:, 0], number, here)
+            passed = source.accept(residual[rows, token], rho * drawn[rows, token], number, here)
             # While younger ones of its kind are to come, the law stays what it was.
             last = here & ~alike[:, number, number + 1 :].any(-1)
             left = (residual - passing).clamp_min(0)
             left = torch.where(left.sum(-1, keepdim=True) > 0, left / left.sum(-1, keepdim=True), residual)
-            node = torch.where(passed, child[:, 0], node)
+            node = torch.where(passed, child, node)
             residual = torch.where(passed[:, None], verification.law(node), torch.where(last[:, None], left, residual))
         path, count = path_to(tree.parents, node)
         return Acceptance(path, count, source.categorical(residual, Purpose.NEXT, 0))

@@ -8,7 +8,7 @@ import torch
 
 from ..base import Acceptor
 from ..rng import Purpose, Source
-from ..tree import draw_law, path_to, sort_draws
+from ..tree import draw_law, landed, path_to, sort_draws
 from ..types import Acceptance, DraftTree, Kind, Verification
 from .residual import failing
 
@@ -27,19 +27,18 @@ class RejectionAcceptor(Acceptor):
 
     def accept(self, tree: DraftTree, verification: Verification, source: Source) -> Acceptance:
         node = torch.zeros_like(tree.tokens[:, 0])
-        residual = verification.law(node)
+        rows, residual = torch.arange(len(node), device=node.device), verification.law(node)
         whole = torch.zeros_like(residual[:, 0], dtype=torch.float64)
         order, parents = sort_draws(tree)
         for number in range(order.shape[1]):
             draw, here = order[:, number], parents[:, number] == node
             if here.device.type == "cpu" and not here.any():  # elsewhere a look would wait for the device
                 continue
-            child = tree.draws.node.gather(1, draw[:, None]).clamp_min(0)
-            token = tree.tokens.gather(1, child)
+            child, token = landed(tree, draw)
             law = draw_law(tree, draw, residual.dtype, residual.shape[1])
-            passed = source.accept(residual.gather(1, token)[:, 0], law.gather(1, token)[:, 0], number, here)
+            passed = source.accept(residual[rows, token], law[rows, token], number, here)
             _, left = failing(whole, residual, law)
-            node = torch.where(passed, child[:, 0], node)
+            node = torch.where(passed, child, node)
             residual = torch.where(passed[:, None], verification.law(node), torch.where(here[:, None], left, residual))
         path, count = path_to(tree.parents, node)
         return Acceptance(path, count, source.categorical(residual, Purpose.NEXT, 0))

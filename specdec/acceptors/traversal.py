@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..base import Acceptor
 from ..rng import Purpose, Source
-from ..tree import ancestors, draw_law, path_to, sort_draws
+from ..tree import ancestors, draw_law, landed, path_to, sort_draws
 from ..types import Acceptance, DraftTree, Float, Int64, Kind, Verification, probabilities
 from .residual import failing, passing
 
@@ -53,7 +53,7 @@ def _down(tree: DraftTree, verification: Verification) -> tuple[Float[Tensor, "B
     draws, parents = sort_draws(tree)
     for number in range(draws.shape[1]):
         draw, above = draws[:, number], parents[:, number].clamp_max(nodes - 1)
-        child = tree.draws.node[rows, draw].clamp_min(0)
+        child, token = landed(tree, draw)
         real = parents[:, number] < nodes
         new = real & ~met[rows, child]  # once a draw has failed, another one of its token has no weight, only a share in what is left
         had, law = budget[rows, above], residual[rows, above]
@@ -62,7 +62,7 @@ def _down(tree: DraftTree, verification: Verification) -> tuple[Float[Tensor, "B
         start = begin[rows, above]
         end = start + size[rows, child]
         for into, at, value, where in (
-            (budget, child, passing(had, law, drawn, tree.tokens[rows, child]), new), (budget, above, less, real),
+            (budget, child, passing(had, law, drawn, token), new), (budget, above, less, real),
             (residual, above, left, real[:, None]), (begin, above, end, new), (begin, child, start, new), (place, child, end - 1, new),
             (met, child, new, new),
         ):  # fmt: skip

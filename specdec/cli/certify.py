@@ -14,6 +14,7 @@ from ..testing.battery import battery, blank
 from ..testing.counterexample import minimal
 from ..testing.drafter_checks import certify_drafter
 from ..testing.mutant_report import mutant_rows
+from ..testing.purity import RAISED
 from ..testing.subject import LOSSLESS
 from .command import Failed
 from .parts import ACCEPTORS, DRAFTERS, part
@@ -81,7 +82,7 @@ def _certificates(chosen: Sequence[Acceptor]) -> Iterator[Row]:
             whole = blank(acceptor, cell.drafter, "any", name) | {"verdict": "pass"}
             try:
                 check(acceptor)
-            except (Exception, SystemExit) as error:  # whatever a reader's rule raises
+            except RAISED as error:
                 whole |= {"verdict": "fail", "reason": f"{type(error).__name__}: {error}"}
             yield whole
 

@@ -29,12 +29,11 @@ def part(name: str, known: Mapping[str, Any], base: type, flag: str) -> Any:
         make = _imported(module, attribute, flag)
     if not inspect.isclass(make) or not issubclass(make, base):
         raise ValueError(f"{flag}: {name} is {make!r}; give a subclass of specdec.base.{base.__name__}")
-    if inspect.isabstract(make):
-        raise ValueError(f"{flag}: {name} leaves {', '.join(sorted(make.__abstractmethods__))} abstract; define them")  # type: ignore[attr-defined]
     try:
         found: Any = make()
     except TypeError as error:
-        raise ValueError(f"{flag}: {name} cannot be made without arguments ({error}); name a subclass whose __init__ takes none") from error
+        wanted = "name a class that defines every abstract method and whose __init__ takes no arguments"
+        raise ValueError(f"{flag}: {name} cannot be made ({error}); {wanted}") from error
     if base is Acceptor:
         try:
             _ = found.lossless, found.takes

@@ -15,7 +15,7 @@ from ..loop import compatible
 from .drafters import TableDrafter
 from .laws import Tokens, expected_tokens, hazard_defect, one_round, several_rounds, tabulated
 from .optimum import round_optimum
-from .purity import WatchedAcceptor
+from .purity import RAISED, WatchedAcceptor
 from .tables import LawPairs, TableVerifier, law_pairs
 from .tolerances import ROUND_LAW
 from .truth import drafts
@@ -139,7 +139,7 @@ def _certificate(acceptor: Acceptor, cell: Cell, tolerance: float) -> dict[str, 
     try:
         parts = (cell.drafter, cell.verifier, WatchedAcceptor(acceptor), cell.prompts, cell.plan)
         laws = one_round(*parts) if cell.rounds == 1 else several_rounds(*parts, cell.rounds)
-    except (Exception, SystemExit) as error:  # whatever a reader's rule raises: the other rows may say more
+    except RAISED as error:  # the other rows may say more
         frame = traceback.extract_tb(error.__traceback__)[-1]
         return row | {"verdict": "fail", "reason": f"{type(error).__name__}: {error} ({Path(frame.filename).name}, line {frame.lineno})"}
     longest = max(len(text) for law in laws.values() for text in law)

@@ -11,6 +11,7 @@ from .acceptor_checks import acceptor_checks
 from .battery import Cell
 from .drafter_checks import drafter_checks
 from .laws import Plan, Tokens
+from .purity import RAISED
 from .subject import LOSSLESS, subject
 
 __all__ = ["check_acceptor", "check_drafter", "checks_for", "parametrize_with_checks"]
@@ -70,7 +71,7 @@ def _run(checks: Iterator[Check], part: Drafter | Acceptor) -> None:
     for name, check in checks:
         try:
             check()
-        except (Exception, SystemExit) as error:  # whatever it raises: the next check may still say more
+        except RAISED as error:  # the next check may still say more
             failed.append((name, error))
     if failed:
         told = "\n".join(f"  {name}: {type(error).__name__}: {error}" for name, error in failed)

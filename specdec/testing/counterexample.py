@@ -16,7 +16,7 @@ from ..loop import treats
 from ..models.table import TableModel
 from .drafters import TableDrafter
 from .laws import Law, Tokens, one_round
-from .purity import WatchedAcceptor
+from .purity import RAISED, WatchedAcceptor
 from .tables import TableVerifier
 from .tolerances import ROUND_LAW
 
@@ -171,12 +171,12 @@ def _first(acceptor: Acceptor, example: Example, tolerance: float) -> tuple[Toke
 
     try:
         found = laws(prompts)
-    except Exception:  # whatever it is: one after the other tells for which laws
+    except RAISED:  # one after the other tells for which laws
         found = {}
         for prompt in prompts:
             try:
                 found |= laws([prompt])
-            except Exception as error:
+            except RAISED as error:
                 return prompt, {"error": f"{type(error).__name__}: {error}"}
     for prompt, law in found.items():
         for s, token, going, given, wanted in _defects(law, example, prompt, acceptor.greedy):

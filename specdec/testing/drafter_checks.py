@@ -15,8 +15,8 @@ from ..loop import compatible, treats
 from ..types import Budget, Kind, Round
 from .battery import blank
 from .laws import Plan, expected_tokens, hazard_defect, one_round, several_rounds, stand, tabulated, target_law
-from .purity import WatchedAcceptor, WatchedDrafter, generators_at_rest, other_seed
-from .states import reachable, text_law, worst_state
+from .purity import RAISED, WatchedAcceptor, WatchedDrafter, generators_at_rest, other_seed
+from .states import reachable, worst_state
 from .subject import LENGTH, LOSSLESS, Subject, play, propose, propose_at, same_draws, same_story, stories, subject
 from .tolerances import LAW, ROUND_LAW
 from .truth import drafts, drawn, untruth
@@ -134,7 +134,7 @@ def reachable_states(s: Subject) -> None:
     contexts, plan = s.contexts[-2 if s.vocab_size <= 4 else -1 :], (nodes, nodes, nodes)
     defect, state = worst_state(reachable(s.drafter, s.verifier, RejectionAcceptor(), contexts, plan), s.verifier)
     _exact(s, defect, f"{state}, the second round")
-    for context, law in text_law(s.drafter, s.verifier, RejectionAcceptor(), contexts, plan).items():
+    for context, law in several_rounds(s.drafter, s.verifier, RejectionAcceptor(), contexts, plan, length=plan[1] + 1).items():
         _exact(s, hazard_defect(law, target_law(s.verifier, context)), f"context {context}, a text of {nodes + 1} tokens")
 
 
@@ -194,7 +194,7 @@ def certify_drafter(drafter: Drafter, acceptors: Sequence[Acceptor] = LOSSLESS, 
 def _failure(check: Callable[[Subject], None], s: Subject, name: str) -> str | None:
     try:
         check(s)
-    except (Exception, SystemExit) as error:  # whatever a reader's drafter raises: the other checks may say more
+    except RAISED as error:  # the other checks may say more
         return f"{name}: {type(error).__name__}: {error}"
     return None
 
@@ -207,7 +207,7 @@ def _law_of(s: Subject, acceptor: Acceptor, plan: Plan, failed: str) -> dict[str
     try:
         laws = one_round(s.drafter, s.verifier, WatchedAcceptor(acceptor), s.contexts, plan)
         allowed = _allowed(s)
-    except (Exception, SystemExit) as error:
+    except RAISED as error:
         return {"verdict": "fail", "reason": failed or f"{type(error).__name__}: {error}"}
     targets = tabulated(s.verifier, s.contexts, plan[1], greedy=acceptor.greedy)
     defect, worst = max((hazard_defect(laws[context], targets[context]), context) for context in s.contexts)

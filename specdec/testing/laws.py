@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import islice, product
 from typing import Any
 
 import torch
@@ -107,22 +107,26 @@ def endless(prompts: Sequence[Tokens], greedy: bool, room: int) -> Options:
 
 
 def several_rounds(drafter: Drafter, verifier: Verifier, acceptor: Acceptor, prompts: Sequence[Tokens], plan: Plan, rounds: int = 2, *,
-                   shared: frozenset[Purpose] = frozenset()) -> dict[Tokens, Law]:  # fmt: skip
+                   length: int | None = None, shared: frozenset[Purpose] = frozenset()) -> dict[Tokens, Law]:  # fmt: skip
     """The exact law of the text of the first rounds of the real loop.
 
     A text is as long as its rounds made it; `extended` completes it. What leaks from one round into the next, through the drafter's or
     the verifier's state or by noise used twice, shows here and not in one round.
+
+    Args:
+        length: go on, for as many rounds as it takes, until the text has so many tokens, instead of `rounds`.
     """
+    room = (rounds + 1) * (plan[1] + 1) if length is None else length
 
     def run(rng: EnumeratingRng) -> list[Tokens]:
-        batch = len(rng.roots)
-        texts: list[Tokens] = [()] * batch
+        texts: list[Tokens] = [()] * len(rng.roots)
         calls = decode(
-            verifier, [torch.tensor(prompt) for prompt in rng.roots], endless(rng.roots, acceptor.greedy, (rounds + 1) * (plan[1] + 1)),
-            drafter=drafter, acceptor=acceptor, planner=FixedPlanner(*plan), rng=rng,
+            verifier, [torch.tensor(prompt) for prompt in rng.roots], endless(rng.roots, acceptor.greedy, room), drafter=drafter,
+            acceptor=acceptor, planner=FixedPlanner(*plan), rng=rng,
         )  # fmt: skip
-        for _, done in zip(range(rounds), calls, strict=False):
-            texts = [(*text, *new) for text, new in zip(texts, done.emitted, strict=True)]
+        for done in calls if length is not None else islice(calls, rounds):
+            for row, new in zip(done.rows, done.emitted, strict=True):
+                texts[row] = (*texts[row], *new)
         return texts
 
     return _by_root((b.root, b.result, b.probability) for b in branches(run, prompts, shared=shared))

@@ -11,7 +11,7 @@ from torch import Tensor
 from ..acceptors import BlockAcceptor, GreedyAcceptor, KSeqAcceptor, MatchAcceptor, RejectionAcceptor, TypicalAcceptor
 from ..base import Acceptor
 from ..rng import Purpose, Source
-from ..tree import depths, draw_law, path_to, sort_draws
+from ..tree import depths, draw_law, landed, path_to, sort_draws
 from ..types import Acceptance, Bool, DraftTree, Float, Kind, Verification
 from .mutant_deferred import mutant_deferred
 from .mutant_trees import as_iid, left_over, normalised
@@ -55,8 +55,8 @@ class Recursive(Acceptor):
         order, parents = sort_draws(tree)
         for number in range(order.shape[1]):
             draw, here = order[:, number], parents[:, number] == node
-            child = tree.draws.node[rows, draw].clamp_min(0)
-            token, drafted = tree.tokens[rows, child], draw_law(tree, draw, law.dtype, vocab)
+            child, token = landed(tree, draw)
+            drafted = draw_law(tree, draw, law.dtype, vocab)
             num, den = self.weigh(residual[rows, token], drafted[rows, token])
             depth = int(depths(tree.parents)[rows, child].max())
             passed = source.accept(num, den, self.number(number, depth), here)

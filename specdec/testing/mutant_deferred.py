@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ..base import Acceptor
 from ..rng import Purpose, Source
-from ..tree import ancestors, draw_law, path_to, sort_draws
+from ..tree import ancestors, draw_law, landed, path_to, sort_draws
 from ..types import Acceptance, Bool, DraftTree, Float, Int64, Kind, Verification
 from .mutant_trees import left_over
 from .mutants import Mutant
@@ -76,11 +76,11 @@ class Deferred(Acceptor):
         place = size - 1
         order, parents = sort_draws(tree)
         for number in range(order.shape[1]):
-            child = tree.draws.node.gather(1, order[:, number, None]).clamp_min(0)[:, 0]
+            child, tokens = landed(tree, order[:, number])
             new = (parents[:, number] < nodes) & ~met.gather(1, child[:, None])[:, 0]
             row = ((parents[:, number] < nodes) & (new | self.again)).nonzero()[:, 0]
             above, drawn = parents[row, number], draw_law(tree, order[:, number], law.dtype, law.shape[-1])[row]
-            a, r, token = left[row, above], law[row, above], tree.tokens[row, child[row]]
+            a, r, token = left[row, above], law[row, above], tokens[row]
             mine = drawn[torch.arange(len(row)), token]
             weight = self.weigh(a * r[torch.arange(len(row)), token] / mine)
             ratio = joint[row, above] * verification.logp.exp()[row, above, token] / mine

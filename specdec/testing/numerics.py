@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..acceptors.residual import failing, passing
 from ..base import Context
-from ..tree import chain, draw_law, sort_draws
+from ..tree import chain, draw_law, landed, sort_draws
 from ..types import DraftTree, Float, Round, Verification
 from ..verifiers.factory import make_verifier
 from ..warp import Warper
@@ -55,16 +55,16 @@ def kernel_defects(done: Round) -> Iterator[Node]:
             above = int(parents[row, number])
             if above >= tree.tokens.shape[1]:
                 break  # padding stands last
-            child = tree.draws.node.gather(1, order[:, number, None])[:, 0]
+            child, token = landed(tree, order[:, number])
             drawn = draw_law(tree, order[:, number], root.dtype, root.shape[1])[row][None]
             (budget, residual), alone = kept[above], eager[above]
             yield kernel_defect(budget, residual, drawn)
             if bool(budget != 0):
                 yield kernel_defect(whole, alone, drawn)
             at = int(child[row])
-            law = verification.law(torch.where(child >= 0, child, 0))[row][None]
+            law = verification.law(child)[row][None]
             if at not in kept:  # a second draw of a token has no weight
-                kept[at] = passing(budget, residual, drawn, tree.tokens[row, at][None]), law
+                kept[at] = passing(budget, residual, drawn, token[row][None]), law
                 eager[at] = law
             kept[above] = failing(budget, residual, drawn)
             eager[above] = failing(whole, alone, drawn)[1]
@@ -103,13 +103,13 @@ def chain_worth(tree: DraftTree, verification: Verification) -> tuple[Float[Tens
     alone, kept, token, block = zero, zero, zero + 1, zero + 1
     for number in range(order.shape[1]):
         going = parents[:, number] == node
-        child = tree.draws.node.gather(1, order[:, number, None]).clamp_min(0)
-        law, drafted = verification.law(node), tree.tokens.gather(1, child)[:, 0]
+        child, drafted = landed(tree, order[:, number])
+        law = verification.law(node)
         drawn = draw_law(tree, order[:, number], law.dtype, law.shape[1])
         alone = torch.where(going, alone + passing(zero, law, drawn, drafted), -torch.inf)
         kept = torch.where(going, passing(kept, law, drawn, drafted), -torch.inf)
         token, block = token + alone.exp(), block + kept.exp()
-        node = torch.where(going, child[:, 0], node)
+        node = torch.where(going, child, node)
     return token, block
 
 

@@ -18,8 +18,12 @@ from ..tree import check_answer
 from ..types import Acceptance, Budget, Commit, DraftTree, Int64, Round, Verification
 
 __all__ = [
-    "DraftNoise", "Touched", "WatchedAcceptor", "WatchedDrafter", "generators_at_rest", "other_seed", "untouched",
+    "DraftNoise", "RAISED", "Touched", "WatchedAcceptor", "WatchedDrafter", "generators_at_rest", "other_seed", "untouched",
 ]  # fmt: skip
+
+
+RAISED = (Exception, SystemExit)
+"""What a part under check may raise: it is the part that fails then, and not the check that ends. An interrupt still ends it."""
 
 
 class Touched(AssertionError):

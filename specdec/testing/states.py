@@ -20,7 +20,7 @@ from .enumerate import EnumeratingRng, branches
 from .laws import Law, Plan, Tokens, endless, hazard_defect, target_law
 from .truth import drawn
 
-__all__ = ["State", "reachable", "text_law", "worst_state"]
+__all__ = ["State", "reachable", "worst_state"]
 
 _DIGITS = 4
 """Laws in a story are told to so many places: the same state, reached in another batch, may differ in the last place of a float."""
@@ -81,29 +81,3 @@ def worst_state(states: Sequence[State], verifier: Verifier, *, greedy: bool = F
     texts = {state.text for state in states}
     targets = {text: target_law(verifier, text, greedy=greedy) for text in texts}
     return max(((hazard_defect(state.law, targets[state.text]), state) for state in states), key=lambda found: found[0])
-
-
-def text_law(drafter: Drafter, verifier: Verifier, acceptor: Acceptor, prompts: Sequence[Tokens], plan: Plan,
-             length: int | None = None) -> dict[Tokens, Law]:  # fmt: skip
-    """The exact law of a whole text of the real loop, for as many rounds as it takes to be `length` tokens long.
-
-    Args:
-        length: new tokens; one more than the budget's depth if left out, so that a round's bonus is among them.
-    """
-    length = plan[1] + 1 if length is None else length
-
-    def run(rng: EnumeratingRng) -> list[Tokens]:
-        texts: list[Tokens] = [()] * len(rng.roots)
-        for done in decode(
-            verifier, [torch.tensor(prompt) for prompt in rng.roots], endless(rng.roots, acceptor.greedy, length), drafter=drafter,
-            acceptor=acceptor, planner=FixedPlanner(*plan), rng=rng,
-        ):  # fmt: skip
-            for row, new in zip(done.rows, done.emitted, strict=True):
-                texts[row] = (*texts[row], *new)
-        return texts
-
-    laws: dict[Tokens, dict[Tokens, float]] = {prompt: {} for prompt in prompts}
-    for branch in branches(run, prompts):
-        law = laws[branch.root]
-        law[branch.result] = law.get(branch.result, 0.0) + branch.probability
-    return dict(laws)

@@ -14,6 +14,7 @@ from .counterexample import examples
 from .drafters import TableDrafter
 from .laws import Law, TargetLaw, Tokens, autoregressive, extended, hazard_defect, one_round, tabulated, total_variation
 from .mutant_acceptors import mutant_acceptors
+from .purity import RAISED
 from .tables import TableVerifier, law_pairs
 from .tolerances import ROUND_LAW
 
@@ -155,7 +156,7 @@ def weaker_tests(acceptor: Acceptor) -> dict[str, bool]:
 def _look(acceptor: Acceptor, world: _World) -> _Seen | None:
     try:
         laws = one_round(world.drafter, world.verifier, acceptor, world.prompts, (16, world.depth, 9))
-    except Exception:  # whatever it is, a test that runs into it does not pass
+    except RAISED:  # a test that runs into it does not pass
         return None
     targets = tabulated(world.verifier, world.prompts, world.depth, greedy=acceptor.greedy)
     return _Seen(world, tuple((name, laws[p], targets[p]) for name, p in zip(world.names, world.prompts, strict=True)))

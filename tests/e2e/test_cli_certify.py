@@ -48,6 +48,13 @@ class Raises(Acceptor):
         raise RuntimeError("not written yet")
 
 
+class Quits(Acceptor):
+    lossless, takes = True, frozenset(Kind)
+
+    def accept(self, tree, verification, source):
+        raise SystemExit(0)
+
+
 class Silent(Acceptor):
     def accept(self, tree, verification, source):
         return MatchAcceptor().accept(tree, verification, source)
@@ -133,6 +140,13 @@ def test_a_rule_that_raises(call):
     row = json.loads(out)[0]
     assert status == 1 and re.fullmatch(r"RuntimeError: not written yet \(my_rules.py, line \d+\)", row["reason"])
     assert row["counterexample"]["error"] == "RuntimeError: not written yet"
+
+
+def test_a_rule_that_ends_the_program_has_failed(call):
+    status, out, _ = call("my_rules:Quits", "--json")
+    rows = json.loads(out)
+    assert status == 1 and {row["verdict"] for row in rows} == {"fail"} and rows[0]["reason"].startswith("SystemExit: 0")
+    assert rows[0]["counterexample"]["error"] == "SystemExit: 0"
 
 
 def test_the_table_has_a_column_for_efficiency(call):
@@ -237,8 +251,8 @@ def test_a_mutant_that_gets_through_fails(call, few_mutants, monkeypatch):
         (["my_rules:Neither"], "give a subclass of specdec.base.Acceptor"),
         (["my_rules:Repeat"], "give a subclass of specdec.base.Acceptor"),
         (["--drafter", "my_rules:Good"], "give a subclass of specdec.base.Drafter"),
-        (["my_rules:Needs"], "missing 1 required positional argument: 'strength'); name a subclass whose __init__ takes none"),
-        (["my_rules:Unfinished"], "ACCEPTOR: my_rules:Unfinished leaves accept abstract; define them"),
+        (["my_rules:Needs"], "missing 1 required positional argument: 'strength'); name a class that defines every abstract method"),
+        (["my_rules:Unfinished"], "my_rules:Unfinished cannot be made (Can't instantiate abstract class Unfinished"),
         (["my_rules:Silent"], "set lossless and takes on the class"),
         (["--mutants", "MatchAcceptor"], "--mutants: it has parts of its own"),
     ],

@@ -13,6 +13,8 @@ from specdec import Budget, Context, FixedPlanner, Kind, NullDrafter, Planner
 from specdec.drafters import EarlyExitDrafter, ModelDrafter
 from specdec.models.tiny import TinyTarget
 
+pytestmark = pytest.mark.slow
+
 V = 11
 TARGET = TinyTarget(V, seed=3)
 DRAFT = TinyTarget(V, hidden_size=16, num_layers=1, seed=4)

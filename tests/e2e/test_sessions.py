@@ -26,6 +26,8 @@ from specdec import (
 from specdec.models.tiny import TinyTarget
 from specdec.types import Features, Kind
 
+pytestmark = pytest.mark.slow
+
 V = 17
 TARGET = TinyTarget(V, seed=3)
 LESSER = TinyTarget(V, seed=4, hidden_size=16)

@@ -13,12 +13,12 @@ from specdec.models.table import TableModel
 from specdec.testing import checks_for
 from specdec.testing.battery import battery
 from specdec.testing.drafters import TableDrafter
-from specdec.testing.laws import autoregressive, expected_tokens, extended, one_round, target_law, total_variation
+from specdec.testing.laws import autoregressive, expected_tokens, extended, one_round, several_rounds, target_law, total_variation
 from specdec.testing.mutant_acceptors import mutant_acceptors
 from specdec.testing.mutant_deferred import Deferred, mutant_deferred
 from specdec.testing.mutant_report import rejection
 from specdec.testing.mutants import Mutant, mutant_drafters
-from specdec.testing.states import reachable, text_law, worst_state
+from specdec.testing.states import reachable, worst_state
 from specdec.testing.tables import TableVerifier, law_pairs
 from specdec.testing.weaker import WEAKER, adequacy, weaker_tests
 
@@ -116,7 +116,7 @@ def test_errors_that_cancel_between_stories_show_in_the_states_alone():
 def test_a_text_of_one_token_more_than_a_round_can_draft(rule):
     pairs = law_pairs(3, 2)
     drafter, verifier, prompt = TableDrafter(pairs.draft, "ii"), TableVerifier(pairs.target), pairs.prompts[0]
-    law = text_law(drafter, verifier, rule, [prompt], (2, 2, 1))[prompt]
+    law = several_rounds(drafter, verifier, rule, [prompt], (2, 2, 1), length=3)[prompt]
     assert {len(text) for text in law} == {3}
     assert total_variation(law, autoregressive(target_law(verifier, prompt), 3)) < 1e-12
 
@@ -125,7 +125,7 @@ def test_a_text_tells_of_a_wrong_bonus():
     pairs = law_pairs(3, 2)
     drafter, verifier, prompt = TableDrafter(pairs.draft, "ii"), TableVerifier(pairs.target), pairs.prompts[0]
     target, rule = target_law(verifier, prompt), mutant_acceptors()["bonus from unprocessed logits"].part
-    law = text_law(drafter, verifier, rule, [prompt], (2, 2, 1))[prompt]
+    law = several_rounds(drafter, verifier, rule, [prompt], (2, 2, 1), length=3)[prompt]
     assert total_variation(law, autoregressive(target, 3)) > 1e-2
 
 

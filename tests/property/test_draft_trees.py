@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from processors import Memory
+from processors import Memory, Refuses
 from transformers import LogitsProcessor, RepetitionPenaltyLogitsProcessor, TopKLogitsWarper
 
 import specdec
@@ -58,18 +58,6 @@ class Changed:
         self.passes.append((tokens.shape[1], logits))
         found, features = self.inner.forward(tokens, *args, logits=logits, **kwargs)
         return (self.change(found) if logits else found), features
-
-
-class Refuses(LogitsProcessor):
-    """A grammar that ends below some tokens."""
-
-    def __init__(self, tokens: set[int], pure: bool) -> None:
-        self.tokens, self.pure = tokens, pure
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if not self.tokens.isdisjoint(input_ids[:, -1].tolist()):
-            raise ValueError("no way on")
-        return scores
 
 
 def begin(drafter: ModelDrafter, prompts: Sequence[Sequence[int]], *, greedy: bool = False) -> Any:

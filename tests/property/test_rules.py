@@ -47,7 +47,10 @@ from specdec.testing.strategies import trees
 from specdec.testing.tables import TableVerifier, law_pairs
 from specdec.types import Budget, Kind, Verification
 
-pytestmark = pytest.mark.filterwarnings("ignore:Do not use the `random` module:hypothesis.errors.HypothesisDeprecationWarning")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore:Do not use the `random` module:hypothesis.errors.HypothesisDeprecationWarning"),
+]
 
 CLOSE = 1e-12
 

@@ -12,6 +12,8 @@ from specdec.acceptors.residual import failing, passing
 from specdec.testing.numerics import kernel_defect
 from specdec.types import Verification
 
+pytestmark = pytest.mark.slow
+
 SIZES = (49152, 151936)
 BUDGETS = (0.0, math.log(0.5), math.log(1e-3), math.log(1e-30), -math.inf)
 LIMIT = {torch.float64: 1e-15, torch.float32: 1e-7}

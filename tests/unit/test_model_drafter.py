@@ -9,8 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from processors import Memory
-from transformers import LogitsProcessor
+from processors import Memory, Refuses
 
 import specdec
 from specdec import Budget, Commit, Context, FixedPlanner, NullDrafter
@@ -270,18 +269,6 @@ def test_logits_that_are_no_law_are_a_bad_guess_and_no_error(bad):
     tree = propose(drafter, state, [1, 1], Budget.of([2, 2]))
     assert drafted(tree)[0] == [0, 0] and tree.laws[0].tolist() == [[1.0] + [0.0] * (V - 1)] * 2
     torch.testing.assert_close(tree.laws[1, 0], DRAFT(torch.tensor([[1]]))[0].softmax(-1), atol=EXACT, rtol=0)
-
-
-class Refuses(LogitsProcessor):
-    """A grammar that ends below some tokens."""
-
-    def __init__(self, tokens: set[int], pure: bool) -> None:
-        self.tokens, self.pure = tokens, pure
-
-    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        if not self.tokens.isdisjoint(input_ids[:, -1].tolist()):
-            raise ValueError("no way on")
-        return scores
 
 
 @pytest.mark.parametrize("pure", [True, False])
