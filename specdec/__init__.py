@@ -13,7 +13,7 @@ from .acceptors import (
 )
 from .base import Acceptor, Context, ContextDrafter, Drafter, Planner, Verifier
 from .custom import custom_generate
-from .drafters import EarlyExitDrafter, ModelDrafter, NGramDrafter, NullDrafter, grow
+from .drafters import EagleDrafter, EarlyExitDrafter, ModelDrafter, NGramDrafter, NullDrafter, grow
 from .generation import Generation, generate, stream
 from .planning import AdaptivePlanner, FixedPlanner
 from .rng import Purpose, Source
@@ -27,7 +27,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Acceptance", "Acceptor", "AdaptivePlanner", "BlockAcceptor", "Budget", "Commit", "Context", "ContextDrafter",
-    "CoupledAcceptor", "DraftTree", "Drafter", "Draws", "EarlyExitDrafter", "Features", "FixedPlanner", "Generation",
+    "CoupledAcceptor", "DraftTree", "Drafter", "Draws", "EagleDrafter", "EarlyExitDrafter", "Features", "FixedPlanner", "Generation",
     "GreedyAcceptor", "KSeqAcceptor", "Kind", "MatchAcceptor", "ModelDrafter", "NGramDrafter", "NullDrafter", "Planner",
     "Purpose", "RejectionAcceptor", "Round", "Scores", "SequentialVerifier", "Session", "Source", "Stats", "TargetFacts",
     "TraversalAcceptor", "TreeVerifier", "TypicalAcceptor", "Verification", "Verifier",

@@ -183,6 +183,8 @@ class Warper:
         self.batch = batch
         self._rows = [[_bound(stage[row], row) for stage in stages] for row in range(batch)]
         kinds = {_kind(processor) for row in self._rows for processor in row}
+        self.idle = not kinds
+        """Whether scores stay what the logits are."""
         self.free = kinds <= {_Kind.FREE}
         """Whether ids play no part."""
         self.walks = bool(kinds & {_Kind.WALK, _Kind.BOUND})

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
 from ..base import Drafter, Planner
-from ..drafters import ModelDrafter, NGramDrafter, NullDrafter
+from ..drafters import EagleDrafter, ModelDrafter, NGramDrafter, NullDrafter, grow
 from ..generation import generate
 from ..models import load
 from ..planning import AdaptivePlanner, FixedPlanner
@@ -19,6 +20,8 @@ __all__ = ["METHODS", "Decoded", "Method", "Setup", "make_methods", "read_names"
 
 PLAIN = "plain"
 HF_LOOKUP_TOKENS = 10
+PACKAGED_HEAD = "smollm2-135m-eagle3"
+"""The EAGLE-3 head that comes with this package, for the packaged model."""
 
 
 @dataclass(frozen=True)
@@ -29,9 +32,13 @@ class Setup:
     options: Mapping[str, Any]
     """In the words of `model.generate`; every method gets the same."""
     num_draft: int = 10
+    depth: int | None = None
+    """Of a tree, where the planner is a fixed one; as deep as it has nodes if left out."""
     batch: int = 1
     draft_model: str | None = None
     """Name or folder, as `specdec.models.load` takes it."""
+    head: str | None = None
+    """Of the methods that begin with eagle3: what `EagleDrafter.from_pretrained` takes."""
     tokenizer: Any = None
     """The model's own, to see that a draft model speaks the same tokens."""
 
@@ -73,6 +80,8 @@ def make_methods(names: Sequence[str], setup: Setup) -> dict[str, Method]:
     """
     if setup.draft_model is not None and "draft" not in names:
         raise ValueError(f"draft_model: {setup.draft_model!r} would not be used; add draft to the methods")
+    if setup.head is not None and not any(name.startswith("eagle3") for name in names):
+        raise ValueError(f"head: {setup.head!r} would not be used; add eagle3 to the methods")
     return {name: METHODS[name](setup) for name in names}
 
 
@@ -81,7 +90,7 @@ def make_methods(names: Sequence[str], setup: Setup) -> dict[str, Method]:
 
 def _drafted(setup: Setup, drafter: Drafter, planner: Planner | None = None) -> Method:
     """`specdec.generate` with this drafter and the rule that it takes by itself."""
-    planner = planner or FixedPlanner(setup.num_draft)
+    planner = planner or FixedPlanner(setup.num_draft, setup.depth)
 
     def decode(prompts: Sequence[list[int]], seeds: Sequence[int]) -> Decoded:
         done = generate(setup.model, prompts, drafter=drafter, planner=planner, seed=seeds, **setup.options)
@@ -103,6 +112,11 @@ def _draft(setup: Setup) -> Method:
         raise ValueError("draft: which model drafts? Give draft_model (--draft-model NAME), a smaller model with the same vocabulary")
     model, tokenizer = load(setup.draft_model, dtype=setup.model.dtype, device=setup.model.device)
     return _drafted(setup, ModelDrafter(model, tokenizer=tokenizer, target_tokenizer=setup.tokenizer))
+
+
+def _eagle3(setup: Setup, shape: grow.Shape | None = None, planner: Planner | None = None) -> Method:
+    head = setup.head or PACKAGED_HEAD
+    return _drafted(setup, EagleDrafter.from_pretrained(head, setup.model, grow=shape), planner)
 
 
 # ------------------------------------------------------------------------------------------------------------ transformers'
@@ -168,5 +182,9 @@ METHODS: dict[str, Callable[[Setup], Method]] = {
     "hf-lookup": _hf_lookup,
     "ngram": _ngram,
     "draft": _draft,
+    "eagle3": partial(_eagle3, planner=AdaptivePlanner(4, first=0.42, more=0.13, spread=3)),
+    "eagle3-chain": partial(_eagle3, shape=grow.chain()),
+    "eagle3-mixed": partial(_eagle3, shape=grow.mixed(3, 1)),
+    "eagle3-dynamic": partial(_eagle3, shape=grow.dynamic(8)),
 }
 """Name to method. Making one may load weights, and says at once what is missing."""

@@ -2,6 +2,6 @@
 
 from .full import FullCache
 from .read import look, read
-from .target import CausalTarget, Shortened, causal_target, copy_cache
+from .target import CausalTarget, Lender, Lent, Shortened, causal_target, copy_cache
 
-__all__ = ["CausalTarget", "FullCache", "Shortened", "causal_target", "copy_cache", "look", "read"]
+__all__ = ["CausalTarget", "FullCache", "Lender", "Lent", "Shortened", "causal_target", "copy_cache", "look", "read"]

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from ..types import Bool, Int64, TargetFacts
+from ..types import Bool, Float, Int64, TargetFacts
 from .full import FullCache
 
-__all__ = ["CausalTarget", "Shortened", "causal_target", "copy_cache"]
+__all__ = ["CausalTarget", "Lender", "Lent", "Shortened", "causal_target", "copy_cache"]
 
 
 @runtime_checkable
@@ -45,6 +47,30 @@ class Shortened(Protocol):
 
     def first(self, layers: int) -> CausalTarget:
         """The first `layers` decoder layers, then the final norm and the head; the weights are shared. ValueError if it has fewer."""
+        ...
+
+
+@dataclass(frozen=True)
+class Lent:
+    """What a draft head may use of its target: the modules themselves, of which nothing is copied or changed."""
+
+    embed: Callable[[Int64[Tensor, "*rows"]], Float[Tensor, "*rows D"]]
+    norm: Callable[[Float[Tensor, "*rows D"]], Float[Tensor, "*rows D"]]
+    """The final one. What goes into it is the feature of the last input boundary."""
+    head: Callable[[Float[Tensor, "*rows D"]], Float[Tensor, "*rows V"]]
+    """From what the norm says to logits."""
+    layer: Mapping[str, Tensor]
+    """The parameters of the last decoder layer, by the names that Llama's have."""
+    config: Mapping[str, Any]
+    """What the target is made of, by the names that Llama's configs have."""
+
+
+@runtime_checkable
+class Lender(Protocol):
+    """A `CausalTarget` whose embedding and output head a draft head can share."""
+
+    def lend(self) -> Lent:
+        """ValueError if they can't be found."""
         ...
 
 

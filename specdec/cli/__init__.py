@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from . import audit, bench, certify, text
+from . import audit, bench, certify, text, train
 from .command import Command, Failed
 
 __all__ = ["COMMANDS", "Command", "Failed", "main"]
@@ -24,6 +24,8 @@ COMMANDS = (
             "specdec audit --prompts question.jsonl --limit 8 --batch 4 --checks greedy,kernel,rules", audit.arguments, audit.run),
     Command("bench", "time methods side by side, against plain decoding and transformers' own",
             "specdec bench --prompts question.jsonl --methods plain,hf-plain,ngram --limit 8 --dtype bfloat16", bench.arguments, bench.run),
+    Command("train", "train a draft head, or a draft model, on what the target says",
+            "specdec train eagle3 --out heads/mine --tokens 2000000", train.arguments, train.run),
 )  # fmt: skip
 
 

@@ -53,6 +53,8 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--num-draft", type=count, default=10, metavar="K",
                         help="drafted tokens a round at most: ngram drafts as many as have paid lately, draft that many; hf-lookup 10 "
                              "(default: %(default)s)")  # fmt: skip
+    parser.add_argument("--depth", type=count, metavar="D", help="levels of a tree of --num-draft tokens at most")
+    parser.add_argument("--head", metavar="NAME", help="of the methods eagle3: folder or hub name (default: the packaged one)")
     parser.add_argument("--draft-model", metavar="NAME", help="of the method draft: packaged model, local folder or hub name")
     parser.add_argument("--ignore-eos", action="store_true", help="no text ends before --max-new-tokens")
     parser.add_argument("--warm-up", type=count, default=1, metavar="N", help="passes that are not counted (default: %(default)s)")
@@ -65,7 +67,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     seed = (args.seed or 0) if options["do_sample"] else None
     prompts = read_prompts(args.prompts, args.limit)
     model, tokenizer = load(args.model, dtype=DTYPES[args.dtype], device=args.device)
-    methods = make_methods(names, Setup(model, options, args.num_draft, args.batch, args.draft_model, tokenizer))
+    methods = make_methods(names, Setup(model, options, args.num_draft, args.depth, args.batch, args.draft_model, args.head, tokenizer))
     ids = [chat_ids(tokenizer, prompt.turns[0]) for prompt in prompts]
     _fit(model, [prompt.id for prompt in prompts], ids, args.max_new_tokens)
     groups = groups_of(ids, [prompt.category for prompt in prompts], derive_seeds(seed or 0, len(ids)), args.batch)

@@ -11,7 +11,8 @@ from typing import Any
 import torch
 
 from ..base import Drafter
-from ..drafters import NGramDrafter, NullDrafter
+from ..bench.methods import PACKAGED_HEAD
+from ..drafters import EagleDrafter, NGramDrafter, NullDrafter
 from ..generation import stream
 from ..models import load
 from ..planning import FixedPlanner
@@ -22,7 +23,12 @@ from .console import Painter, TextFlow
 
 __all__ = ["demo", "demo_arguments", "generate", "generate_arguments"]
 
-DRAFTERS: dict[str, Callable[[], Drafter]] = {"ngram": NGramDrafter, "none": NullDrafter}
+DRAFTERS: dict[str, Callable[[Any, str], Drafter]] = {
+    "ngram": lambda model, head: NGramDrafter(),
+    "eagle3": lambda model, head: EagleDrafter.from_pretrained(head, model),
+    "none": lambda model, head: NullDrafter(),
+}
+"""What is made of the target and the name of a head."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEMO_PROMPT = """\
 Fix the spelling in this paragraph, and repeat it in full:
@@ -81,6 +87,7 @@ def _text_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m", help="packaged model, local folder or hub name (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=count, default=128, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--drafter", choices=DRAFTERS, default="ngram", help="what guesses (default: %(default)s)")
+    parser.add_argument("--head", default=PACKAGED_HEAD, metavar="NAME", help="of eagle3: folder or hub name (default: %(default)s)")
     parser.add_argument("--num-draft", type=count, default=10, metavar="N", help="drafted tokens a round at most (default: %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default: %(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default here: %(default)s)")
@@ -133,7 +140,7 @@ def _decode(args: argparse.Namespace, *, chat: bool | None, options: dict[str, A
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     model, tokenizer = load(args.model, dtype=DTYPES[args.dtype], device=args.device)
     job = _Job(model, tokenizer, _encode(tokenizer, prompt, chat), {**options, "max_new_tokens": args.max_new_tokens}, args.num_draft)
-    drafter = DRAFTERS[args.drafter]()
+    drafter = DRAFTERS[args.drafter](model, args.head)
     if compare:  # the first pass over fresh weights is slower, and is no method's fault
         replace(job, options={"do_sample": False, "max_new_tokens": 2}).run(NullDrafter())
     rounds = job.start(drafter)

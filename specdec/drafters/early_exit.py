@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..cache import Shortened, causal_target
-from .grow import Grower
+from .grow import Shape
 from .model import ModelDrafter
 
 __all__ = ["EarlyExitDrafter"]
@@ -28,7 +28,7 @@ class EarlyExitDrafter(ModelDrafter):
         ValueError: `layers` is below 1 or more than the model has; `grow` draws from two models.
     """
 
-    def __init__(self, model: Any, layers: int, *, grow: Grower | None = None, sample: bool = True,
+    def __init__(self, model: Any, layers: int, *, grow: Shape | None = None, sample: bool = True,
                  logits_processor: Sequence[Callable[..., Any]] | None = None) -> None:  # fmt: skip
         target = causal_target(model)
         if not isinstance(target, Shortened):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -11,10 +11,35 @@ from torch import Tensor
 
 from ..rng import Purpose, Source
 from ..tree import root_only
-from ..types import PAD, ROOT, Bool, Budget, DraftTree, Draws, Float, Int64, Kind, sent
-from .grow import KINDS, Grower, Place
+from ..types import PAD, ROOT, Bool, DraftTree, Draws, Float, Int64, Kind, probabilities, sent
 
-__all__ = ["Growth"]
+__all__ = ["KINDS", "Growth", "Place", "drawable"]
+
+KINDS = {"p": Kind.POINT, "i": Kind.IID, "w": Kind.WITHOUT_REPLACEMENT, "r": Kind.IID}
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a draw may land, if a row has room for it."""
+
+    column: int
+    parent: int
+    """Column above, 0 for the root."""
+    letter: str
+    number: int
+    """In the whole shape."""
+    room: tuple[bool, ...]
+    """Which rows have it."""
+    skip: int = 0
+    """For a point: how many likelier tokens are passed over before it."""
+
+
+def drawable(scores: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows V"]:
+    """The law of these scores; where they have none, a sure token 0."""
+    law = probabilities(scores)
+    # What is no law is NaN throughout. Another one is as exact, and to look whether it is needed would be to wait for the device.
+    sure = torch.nn.functional.pad(law.new_ones(1), (0, law.shape[-1] - 1))
+    return torch.where(law[..., :1].isnan(), sure, law)
 
 
 class Growth:
@@ -23,8 +48,8 @@ class Growth:
     Nothing here waits for a device.
     """
 
-    def __init__(self, grower: Grower, pending: Int64[Tensor, " B"], budget: Budget) -> None:
-        self._grower, self._left = grower, list(grower.places(budget))
+    def __init__(self, places: Iterable[list[Place]], pending: Int64[Tensor, " B"], *, merge: bool = False, samplers: int = 1) -> None:
+        self._left, self._merge, self._samplers = list(places), merge, samplers
         room = [place.room for level in self._left for place in level]
         self._room = sent(room, pending.device).view(len(room), len(pending))
         self._token, self._parent = [pending], [torch.full_like(pending, ROOT)]
@@ -59,7 +84,8 @@ class Growth:
         return torch.stack([law.gather(1, token[:, None])[:, 0] for law, token in pairs], 1)
 
     def level(self, laws: Float[Tensor, "B P V"], source: Source, open: Bool[Tensor, "B P"] | None = None,
-              other: Float[Tensor, "B P V"] | None = None, floor: float = 0.0) -> None:  # fmt: skip
+              other: Float[Tensor, "B P V"] | None = None, floor: float = 0.0,
+              ids: Int64[Tensor, " V"] | None = None) -> None:  # fmt: skip
         """Grow the next level. A draw that has no mass left is not made.
 
         Args:
@@ -68,11 +94,12 @@ class Growth:
             open: below which columns something may be drawn, from what is known of them and of what lies above; all if left out.
             other: the same of a second model, for capitals.
             floor: what is no more than this has no probability. Points can be ranked by scores, of which it is -inf.
+            ids: the token that each column of the laws stands for, where points alone are drawn; its own number if left out.
         """
-        if other is None and self._grower.samplers > 1:
+        if other is None and self._samplers > 1:
             raise ValueError("other: capitals draw from a second model, whose laws are missing")
         above, self.last = self.last, slice(len(self._token), len(self._token) + len(self._left[0]))
-        if self._grower.merge:  # the node of a place may stand in an elder's column
+        if self._merge:  # the node of a place may stand in an elder's column
             at = (torch.stack(self._node[above], 1) - above.start).clamp_min(0)
             across = at[..., None].expand(-1, -1, laws.shape[2])
             laws, other = laws.gather(1, across), None if other is None else other.gather(1, across)
@@ -86,7 +113,7 @@ class Growth:
                 for capital, x in enumerate((laws, other)) if x is not None
             ]  # fmt: skip
             for place in places:
-                self._add(place, samplers[place.letter.isupper()], wanted & self._room[place.column - 1], source)
+                self._add(place, samplers[place.letter.isupper()], wanted & self._room[place.column - 1], source, ids)
         self.height += 1
 
     def tree(self) -> DraftTree:
@@ -103,6 +130,8 @@ class Growth:
         """Choose the points of a node's places, and see what they leave."""
         best, left = [], law
         for place in (p for p in places if p.letter in "pP"):
+            for _ in range(place.skip):
+                left = left.scatter(1, left.argmax(-1, keepdim=True), floor)
             mass, token = left.max(-1)  # of equals the lowest
             best.append((token, mass > floor))
             # A point without room leaves its token to the rest.
@@ -112,13 +141,14 @@ class Growth:
             left = left / torch.where(mass > 0, mass, 1)
         return _Sampler(best, {"p": law, "i": law, "w": law, "r": left}, {})
 
-    def _add(self, place: Place, sampler: _Sampler, wanted: Bool[Tensor, " B"], source: Source) -> None:
+    def _add(self, place: Place, sampler: _Sampler, wanted: Bool[Tensor, " B"], source: Source,
+             ids: Int64[Tensor, " V"] | None) -> None:  # fmt: skip
         letter, column = place.letter.lower(), len(self._token)
         weights = sampler.weights[letter]
         if letter == "p":
             token, some = sampler.best.pop(0)
             wanted = wanted & some
-            token = torch.where(wanted, token, 0)
+            token = torch.where(wanted, token if ids is None else ids[token], 0)
         else:
             # With less than this, which can't be divided by, nothing is left.
             wanted = wanted & (weights.sum(-1) >= torch.finfo(weights.dtype).tiny)
@@ -127,7 +157,7 @@ class Growth:
             sampler.weights["w"] = weights.scatter(1, token[:, None], 0.0)
         below = self._node[place.parent]
         node = torch.where(wanted, column, -1)
-        if self._grower.merge and column > self.last.start:
+        if self._merge and column > self.last.start:
             here, elders = slice(self.last.start, column), torch.arange(self.last.start, column, device=token.device)
             node_of, parent_of, token_of = (torch.stack(part[here], 1) for part in (self._node, self._parent, self._token))
             same = (node_of == elders) & (parent_of == below[:, None]) & (token_of == token[:, None])

@@ -14,11 +14,12 @@ from ..cache import FullCache, causal_target, look, read
 from ..ragged import Ragged
 from ..rng import Purpose, Source
 from ..tree import padded_chain, root_only
-from ..types import PAD, ROOT, Bool, Budget, Commit, DraftTree, Float, Int64, Kind, Round, probabilities, sent
+from ..types import PAD, Bool, Budget, Commit, DraftTree, Float, Int64, Kind, Round, sent
 from ..warp import Warper, WarpState
-from .grow import Grower, chain
-from .growth import Growth
+from .grow import Shape, chain
+from .growth import drawable
 from .vocabulary import Vocabulary, same_tokens
+from .warped import shaped, show, wide
 
 __all__ = ["ModelDrafter"]
 
@@ -85,15 +86,15 @@ class ModelDrafter(Drafter):
             tokens one id.
     """
 
-    def __init__(self, model: Any, *, grow: Grower | None = None, tokenizer: Vocabulary | None = None,
+    def __init__(self, model: Any, *, grow: Shape | None = None, tokenizer: Vocabulary | None = None,
                  target_tokenizer: Vocabulary | None = None, sample: bool = True,
                  logits_processor: Sequence[Callable[..., Any]] | None = None) -> None:  # fmt: skip
         same_tokens(tokenizer, target_tokenizer)
-        if not isinstance(grow, Grower | None):
+        if not isinstance(grow, Shape | None):
             raise TypeError(f"grow: got {grow!r}; give a shape such as specdec.grow.mixed(4, 2, 1)")
         self._grower = chain() if grow is None else grow
         if self._grower.samplers > 1:
-            raise ValueError(f"grow: {list(grow.levels)} draws from two models (capitals); there is one here, so use small letters alone")
+            raise ValueError(f"grow: {self._grower} draws from two models (capitals); there is one here, so use small letters alone")
         self._model = causal_target(model)
         self._sample = sample
         self._processors = None if logits_processor is None else list(logits_processor)
@@ -136,7 +137,7 @@ class ModelDrafter(Drafter):
                 if not state.warper.free:
                     text.extend([[token] if on else [] for token, on in zip(tokens[-1].tolist(), active, strict=True)])
                 logits = self._read(state.cache, tokens[-1][:, None], list(map(int, active)), logits=True)[:, 0]
-            after, scores, refused = self._show(state, trail[-1], text, logits, active)
+            after, scores, refused = show(state.warper, trail[-1], self._known(state, logits), text, active)
             wanted = [step if no else n for n, no in zip(wanted, refused, strict=True)]
             if step >= max(wanted):
                 break
@@ -153,30 +154,27 @@ class ModelDrafter(Drafter):
         """Draw level by level, each from one pass over all that was drafted. Of that the cache keeps nothing: which of the branches will
         be needed is not known, and the next round's first pass reads what was."""
         points = state.ctx.greedy or not self._sample
-        after, scores, refused = self._show(state, state.warp, text, logits, [n > 0 for n in wanted])
+        after, scores, refused = show(state.warper, state.warp, self._known(state, logits), text, [n > 0 for n in wanted])
         wanted = [0 if no else n for n, no in zip(wanted, refused, strict=True)]
         state.draft = _Draft(pending[:, None], [int(n > 0) for n in wanted], [state.warp, after])
         depth = torch.tensor(wanted, device="cpu")
         budget = Budget(torch.where(depth > 0, budget.nodes, 0), depth, budget.width)
-        growth = Growth(self._grower.chosen() if points else self._grower, pending, budget)
+        growth = (self._grower.chosen() if points else self._grower).begin(pending, budget)
         level, open = scores[:, None], None
         while growth.more:
             if growth.height:
                 level, open = self._last_level(state, growth, text, logits, sent([n > 0 for n in wanted], pending.device))
-            growth.level(level if points else _law(level), source, open, floor=-torch.inf if points else 0.0)
+            growth.level(level if points else drawable(level), source, open, floor=-torch.inf if points else 0.0)
         return growth.tree()
 
-    def _last_level(self, state: _State, growth: Growth, text: Ragged, root: Float[Tensor, "B W"],
+    def _last_level(self, state: _State, growth: Any, text: Ragged, root: Float[Tensor, "B W"],
                     active: Bool[Tensor, " B"]) -> tuple[Float[Tensor, "B P V"], Bool[Tensor, "B P"] | None]:  # fmt: skip
         """The scores after each node of the last level, and where no processor raised, if one did."""
         tree = DraftTree(growth.tokens, torch.where(active[:, None], growth.parents, PAD))
         found = look(self._model, state.cache, tree)
-        if state.warper.free:  # it does not ask what lies above
-            return self._scores(state, state.warp, text, found[:, growth.last.start - 1 :], tree)[1], None
-        after, scores = self._scores(state, state.warp, text, torch.cat([root[:, None], found], 1), tree)
-        columns = range(growth.last.start, growth.last.stop)
-        raised = [[column in row.faults for column in columns] for row in after.each]
-        return scores[:, growth.last], ~sent(raised, scores.device) if any(map(any, raised)) else None
+        # A warper that is free does not ask what lies above.
+        rows = found[:, growth.last.start - 1 :] if state.warper.free else torch.cat([root[:, None], found], 1)
+        return shaped(state.warper, state.warp, self._known(state, rows), tree, growth.last, text)
 
     def observe(self, state: _State, commit: Commit, round: Round | None = None) -> _State:
         new = [row[:n] for row, n in zip(commit.tokens.tolist(), commit.count.tolist(), strict=True)]
@@ -225,7 +223,7 @@ class ModelDrafter(Drafter):
                 # neither a token of the prompt nor the pending one, which is shown when the first draw's law is wanted
                 rows = zip(seen.lengths, state.prompt, text.lengths, count, wanted, strict=True)
                 active = [want > 0 and i < n and had < upto < end for upto, had, end, n, want in rows]
-                state.warp, _, refused = self._show(state, state.warp, seen, logits[:, i], active)
+                state.warp, _, refused = show(state.warper, state.warp, self._known(state, logits[:, i]), seen, active)
                 state.limit = [0 if no else limit for limit, no in zip(state.limit, refused, strict=True)]
                 wanted[:] = [0 if no else want for want, no in zip(wanted, refused, strict=True)]
             if not far and any(wanted):
@@ -235,42 +233,18 @@ class ModelDrafter(Drafter):
 
     # ------------------------------------------------------------------------------------------------------ from logits to draws
 
-    def _show(self, state: _State, warp: WarpState, text: Ragged, logits: Float[Tensor, "B W"],
-              active: Sequence[bool]) -> tuple[WarpState, Float[Tensor, "B V"], list[bool]]:  # fmt: skip
-        """Have the processors of the active rows see the last token of the text: where they stand then, the scores of the next token,
-        and the rows in which one raised, where they stand as before."""
-        parents = torch.tensor([[ROOT if on else PAD] for on in active], device="cpu")
-        after, scores = self._scores(state, warp, text, logits[:, None], DraftTree(text.last()[:, None], parents))
-        refused = after.faulty
-        count = torch.tensor([on and not no for on, no in zip(active, refused, strict=True)], device="cpu").long()
-        state.warper.commit(after, torch.zeros_like(count)[:, None], count)
-        return after, scores[:, 0], refused
-
-    def _scores(self, state: _State, warp: WarpState, text: Ragged, logits: Float[Tensor, "B N W"],
-                tree: DraftTree) -> tuple[WarpState, Float[Tensor, "B N V"]]:  # fmt: skip
-        """The processed logits after each node of a tree whose root is the text's last token, and where the processors then stand."""
+    def _known(self, state: _State, logits: Float[Tensor, "*rows W"]) -> Float[Tensor, "*rows V"]:
+        """Of the target's tokens; those that the draft model does not know have no probability."""
         facts = state.ctx.target
-        # In the wider of both dtypes, so that the declared laws are as exact as the target's.
-        dtype = torch.float64 if torch.float64 in (facts.dtype, logits.dtype) else torch.float32
-        logits = logits[..., : facts.vocab_size].to(facts.device, dtype)
-        logits = torch.nn.functional.pad(logits, (0, facts.vocab_size - logits.shape[-1]), value=-torch.inf)
-        after = state.warper.fork(warp)
-        return after, state.warper.scores(after, logits, tree, text.but_last(), certain=False)
+        logits = wide(logits[..., : facts.vocab_size], facts)
+        return torch.nn.functional.pad(logits, (0, facts.vocab_size - logits.shape[-1]), value=-torch.inf)
 
     def _draw(self, state: _State, scores: Float[Tensor, "B V"], source: Source, step: int,
               active: Bool[Tensor, " B"]) -> tuple[Int64[Tensor, " B"], Float[Tensor, "B V"] | None]:  # fmt: skip
         if state.ctx.greedy or not self._sample:
             return torch.where(active, scores.max(-1).indices, 0), None
-        law = _law(scores)
+        law = drawable(scores)
         return source.categorical(law, Purpose.DRAFT, step, active), law
-
-
-def _law(scores: Float[Tensor, "*rows V"]) -> Float[Tensor, "*rows V"]:
-    """Of these scores; where they have none, a sure token 0."""
-    law = probabilities(scores)
-    # What is no law is NaN throughout. Another one is as exact, and to look whether it is needed would be to wait for the device.
-    sure = torch.nn.functional.pad(law.new_ones(1), (0, law.shape[-1] - 1))
-    return torch.where(law[..., :1].isnan(), sure, law)
 
 
 def _agree(a: Sequence[int], b: Sequence[int]) -> int:

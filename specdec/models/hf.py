@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 
-from ..cache import FullCache, causal_target, copy_cache
+from ..cache import FullCache, Lent, causal_target, copy_cache
 from ..types import Bool, Float, Int64, TargetFacts
 from .view import RowLinear, view
 
@@ -88,6 +88,16 @@ class HFTarget:
                 )
         stack._modules = dict(list(stack._modules.items())[:layers])
         return HFTarget(short)
+
+    def lend(self) -> Lent:
+        """See `Lender`."""
+        embed, head, decoder = self._model.get_input_embeddings(), self._model.get_output_embeddings(), self._model.get_decoder()
+        norms = [child for child in decoder.children() if "norm" in type(child).__name__.lower()]
+        if not self._layers or len(norms) != 1:
+            raise ValueError(f"model: the layers or the final norm of {type(self._model).__name__} could not be found")
+        layer = {name: weight.detach() for name, weight in self._layers[-1].named_parameters()}
+        config = {**self._text.to_dict(), "head_dim": getattr(self._text, "head_dim", None)}
+        return Lent(embed, norms[0], cast(nn.Module, head), layer, config)
 
     def forward(self, tokens: Int64[Tensor, "B T"], positions: Int64[Tensor, "B T"], mask: Bool[Tensor, "B 1 T slots"] | None,
                 cache: FullCache, *, logits: bool, layers: tuple[int, ...] = ()) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip

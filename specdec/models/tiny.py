@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from ..cache.full import FullCache
+from ..cache import FullCache, Lent
 from ..types import Bool, Float, Int64, TargetFacts
 
 __all__ = ["TinyTarget"]
@@ -54,6 +54,23 @@ class TinyTarget:
         shortened = copy.copy(self)
         shortened._depth, shortened._facts = layers, replace(self._facts, num_layers=layers)
         return shortened
+
+    def lend(self) -> Lent:
+        """See `Lender`."""
+        net, layer = self.net, self.net.layers[self._depth - 1]
+        names = {
+            "query": "self_attn.q_proj", "key": "self_attn.k_proj", "value": "self_attn.v_proj", "out": "self_attn.o_proj",
+            "gate": "mlp.gate_proj", "up": "mlp.up_proj", "down": "mlp.down_proj", "norm1": "input_layernorm",
+            "norm2": "post_attention_layernorm",
+        }  # fmt: skip
+        weights = {f"{new}.weight": layer.get_parameter(f"{old}.weight") for old, new in names.items()}
+        width = net.embed.embedding_dim
+        config = {
+            "vocab_size": self._facts.vocab_size, "hidden_size": width, "intermediate_size": 2 * width, "num_attention_heads": layer.heads,
+            "num_key_value_heads": layer.kv_heads, "head_dim": layer.size, "rms_norm_eps": torch.finfo(net.norm.weight.dtype).eps,
+            "rope_parameters": {"rope_theta": 10000.0, "rope_type": "default"}, "max_position_embeddings": self._limit,
+        }  # fmt: skip
+        return Lent(net.embed, net.norm, net.head, weights, config)
 
     def forward(self, tokens: Int64[Tensor, "B T"], positions: Int64[Tensor, "B T"], mask: Bool[Tensor, "B 1 T slots"] | None,
                 cache: FullCache, *, logits: bool, layers: tuple[int, ...] = ()) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip

@@ -33,30 +33,35 @@ class _Row:
 
 
 class AdaptivePlanner(Planner):
-    """Chains of the length that promises the most tokens in the time, by each row's own running acceptance; none where drafts do not
+    """Drafts of the depth that promises the most tokens in the time, by each row's own running acceptance; none where drafts do not
     pay. What was seen fades, so that a row that drafts nothing tries again after a while.
 
-    With acceptance a of the first token and b of those behind it, k drafted tokens give 1 + a (1 - b^k) / (1 - b) tokens a round
+    With acceptance a at the first level and b at those behind it, k levels give 1 + a (1 - b^k) / (1 - b) tokens a round
     (Leviathan et al. 2023, eq. 1, where a = b).
 
     Args:
-        nodes: drafted tokens a round at most.
-        first, more: what a round costs more for the first drafted token, and for each further one, in rounds of plain decoding: of
+        nodes: levels of a draft at most, which are drafted tokens where it is a chain.
+        first, more: what a round costs more for the first level, and for each further one, in rounds of plain decoding: of
             drafting and of verifying. The defaults suit copied drafts and small batches.
+        spread: drafted tokens for each level, more than one for a tree.
         memory: what a round that tried something leaves of all that was seen before it, from 0 to below 1.
     """
 
-    def __init__(self, nodes: int = 10, *, first: float = 0.1, more: float = 0.02, memory: float = 0.9) -> None:
+    def __init__(self, nodes: int = 10, *, first: float = 0.1, more: float = 0.02, memory: float = 0.9,
+                 spread: int = 1) -> None:  # fmt: skip
         Budget.of(index(nodes))  # refuses what is no budget
+        if index(spread) < 1:
+            raise ValueError(f"spread: got {spread}, allowed is a number of at least 1")
         if not (0 <= memory < 1 and first >= 0 and more >= 0):
             raise ValueError(f"first, more, memory: got {first}, {more}, {memory}; costs are at least 0, memory lies from 0 to below 1")
-        self.nodes, self.first, self.more, self.memory = nodes, first, more, memory
+        self.nodes, self.first, self.more, self.memory, self.spread = nodes, first, more, memory, spread
 
     def begin(self, ctx: Context) -> list[_Row]:
         return [_Row() for _ in range(ctx.batch)]
 
     def plan(self, state: list[_Row], lengths: Sequence[int]) -> Budget:
-        return Budget.of([self._best(row) for row in state])
+        levels = [self._best(row) for row in state]
+        return Budget.of([level * self.spread for level in levels], levels)
 
     def _best(self, row: _Row) -> int:
         chance = (row.first + _FIRST * _WEIGHT) / (row.firsts + _WEIGHT)

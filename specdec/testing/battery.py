@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from ..base import Acceptor, Drafter
+from ..drafters.grow import Shape, dynamic, static
 from ..loop import compatible
 from .drafters import TableDrafter
 from .laws import Tokens, expected_tokens, hazard_defect, one_round, several_rounds, tabulated
@@ -22,7 +23,7 @@ from .truth import drafts
 
 __all__ = ["Cell", "battery", "blank", "certify"]
 
-SHAPES: dict[str, tuple[int, dict[str, Sequence[str]]]] = {
+SHAPES: dict[str, tuple[int, dict[str, Sequence[str] | Shape]]] = {
     "chain 3": (3, {"point": "ppp", "iid": "iii", "without replacement": "www", "mixed": "ipi"}),
     "tree (2,2)": (3, {"point": ("pp", "pp"), "iid": ("ii", "ii"), "without replacement": ("ww", "ww"), "mixed": ("rp", "rp")}),
     "tree (1,2)": (3, {"point": ("p", "pp"), "iid": ("i", "ii"), "without replacement": ("w", "ww"), "mixed": ("i", "rp")}),
@@ -38,10 +39,15 @@ SHAPES: dict[str, tuple[int, dict[str, Sequence[str]]]] = {
     "uneven rows": (4, {"mixed": ("rp", "i")}),
     "uneven chain": (4, {"iid": "iii"}),
     "two rounds": (2, {"point": "pp", "iid": "ii", "mixed": "pw", "siblings": ("ii",)}),
+    "irregular": (3, {"point": static([(0,), (2,), (2, 1)]), "without replacement": static([(0,), (1,), (1, 0)], "w")}),
+    "ranked, 3 of 6": (3, {"point": dynamic(2)}),
 }
-"""Vocabulary and, for each way of drawing, the levels of a `TableDrafter`. Four tokens where siblings matter: with fewer, faults hide."""
+"""Vocabulary and, for each way of drawing, the levels of a `TableDrafter`, or its shape. Four tokens where siblings matter: with fewer,
+faults hide."""
 
 _DEAR = ("tree (2,2)", "level 4")
+_DEPTH = 2
+"""Of the shapes without letters."""
 _ENOUGH = ("generic", "close", "zeros", "one-hot target", "disjoint")
 """Pairs of laws for the shapes with the most branches; the others are covered by the other shapes."""
 
@@ -55,6 +61,8 @@ class Cell:
     drafter: TableDrafter
     pairs: LawPairs
     prompts: tuple[Tokens, ...]
+    nodes: int = 16
+    """Of the budget. Too few for all that is looked at where a shape has to choose."""
     rounds: int = 1
     """More than one go through the real loop: noise that is used twice and what leaks from round to round show there alone."""
 
@@ -64,8 +72,8 @@ class Cell:
 
     @property
     def plan(self) -> tuple[int, int, int]:
-        """Room for the whole tree."""
-        return 16, max(1, len(self.drafter.levels)), 9
+        """Room for the whole tree, or for `nodes` of it."""
+        return self.nodes, max(1, len(self.drafter.levels)), 9
 
     def optimum(self, greedy: bool = False) -> list[float] | None:
         """The most tokens that a lossless rule could emit in a round after each prompt; `None` if that takes scipy and it is missing, and
@@ -98,11 +106,13 @@ def battery() -> tuple[Cell, ...]:
 def _cells() -> Iterator[Cell]:
     for shape, (vocab_size, ways) in SHAPES.items():
         for proposal, levels in ways.items():
-            pairs = law_pairs(vocab_size, max(1, len(levels)))
+            depth = _DEPTH if isinstance(levels, Shape) else len(levels)
+            pairs = law_pairs(vocab_size, max(1, depth))
             merge, uneven = shape.startswith("merged"), shape.startswith("uneven")
-            drafter = TableDrafter(pairs.draft, levels, other=pairs.other, merge=merge, uneven=uneven)
+            drafter = TableDrafter(pairs.draft, levels, depth=depth, other=pairs.other, merge=merge, uneven=uneven)
             chosen = [p for p, name in zip(pairs.prompts, pairs.names, strict=True) if shape not in _DEAR or name in _ENOUGH]
-            yield Cell(shape, proposal, drafter, pairs, tuple(chosen), 2 if shape == "two rounds" else 1)
+            nodes, rounds = 3 if shape.startswith("ranked") else 16, 2 if shape == "two rounds" else 1
+            yield Cell(shape, proposal, drafter, pairs, tuple(chosen), nodes, rounds)
 
 
 def certify(acceptor: Acceptor, *, cells: Sequence[Cell] | None = None, tolerance: float = ROUND_LAW) -> list[dict[str, Any]]:

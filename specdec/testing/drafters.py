@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..base import Context, Drafter
-from ..drafters.grow import Grower
-from ..drafters.growth import Growth
+from ..drafters.grow import Grower, Shape
 from ..models.table import TableModel
 from ..ragged import Ragged
 from ..rng import Source
@@ -20,11 +20,12 @@ __all__ = ["TableDrafter"]
 
 
 class TableDrafter(Drafter):
-    """Draws a tree of a fixed shape from a table, level by level.
+    """Draws a tree from a table, level by level.
 
     Args:
         model: the draft model, of order 1 or more.
-        levels: for each depth the children of one node in draw order, a letter each, see `specdec.drafters.grow`.
+        levels: for each depth the children of one node in draw order, a letter each, see `specdec.drafters.grow`; or any shape of there.
+        depth: how many levels of a shape are drawn at most; the letters say it themselves.
         other: a second draft model, from which capitals draw.
         merge: see `Grower`.
         uneven: no row drafts deeper than the id of its pending token, so that the rows of a batch differ in shape; below token 0 nothing
@@ -33,12 +34,14 @@ class TableDrafter(Drafter):
         dtype: of the declared laws. They are the very weights drawn from.
     """
 
-    def __init__(self, model: TableModel, levels: Sequence[str], *, other: TableModel | None = None, merge: bool = False,
-                 uneven: bool = False, stop_below: float = 0.0, dtype: torch.dtype = torch.float64) -> None:  # fmt: skip
-        self.grower = Grower(tuple(levels), repeat=False, merge=merge)
+    def __init__(self, model: TableModel, levels: Sequence[str] | Shape, *, depth: int = 9, other: TableModel | None = None,
+                 merge: bool = False, uneven: bool = False, stop_below: float = 0.0,
+                 dtype: torch.dtype = torch.float64) -> None:  # fmt: skip
+        self.levels = (repr(levels),) * depth if isinstance(levels, Shape) else tuple(levels)
+        self.grower = levels if isinstance(levels, Shape) else Grower(self.levels, repeat=False, merge=merge)
         if self.grower.samplers > 1 and other is None:
-            raise ValueError(f"levels: got {list(levels)}; capitals need the argument other")
-        self.model, self.other, self.levels = model, other, tuple(levels)
+            raise ValueError(f"levels: got {levels}; capitals need the argument other")
+        self.model, self.other = model, other
         self.uneven, self.stop_below, self.dtype = uneven, stop_below, dtype
         self.draws, self.chains = self.grower.draws, self.grower.chains
         self.fixed_widths = True
@@ -54,7 +57,7 @@ class TableDrafter(Drafter):
         return state.select(rows)
 
     def propose(self, state: Ragged, pending: Int64[Tensor, " B"], budget: Budget, source: Source) -> DraftTree:
-        growth = Growth(self.grower, pending, budget)
+        growth = self.grower.begin(pending, Budget(budget.nodes, budget.depth.clamp_max(len(self.levels)), budget.width))
         while growth.more:
             shape = len(pending), growth.last.stop - growth.last.start
             open = torch.ones(shape, dtype=torch.bool) if growth.height == 0 else growth.likelihood() >= self.stop_below
@@ -64,7 +67,7 @@ class TableDrafter(Drafter):
             growth.level(laws, source, open, None if self.other is None else self._laws(self.other, state, growth))
         return growth.tree()
 
-    def _laws(self, model: TableModel, history: Ragged, growth: Growth) -> Float[Tensor, "B P V"]:
+    def _laws(self, model: TableModel, history: Ragged, growth: Any) -> Float[Tensor, "B P V"]:
         """What follows the nodes of the last level."""
         context = windows(history, growth.tokens, growth.parents, model.order)[:, growth.last]
         return model.law(context.flatten(0, 1)).to(self.dtype).unflatten(0, context.shape[:2])

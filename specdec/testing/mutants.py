@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ..base import Acceptor, Context, ContextDrafter, Drafter
+from ..drafters.grow import Shape, dynamic
 from ..models.table import TableModel
 from ..ragged import Ragged
 from ..rng import Purpose, Source
@@ -209,8 +210,8 @@ def mutant_drafters() -> dict[str, Mutant]:
     some = TableModel.random(4, 2, seed=2, zeros=0.5)
     sampled, siblings = TableDrafter(full, "i"), TableDrafter(full, ["ii", "i"])
 
-    def altered(levels: Sequence[str], alter: Callable[[DraftTree], DraftTree], check: str = "declared-law", model: TableModel = full,
-                merge: bool = False) -> Mutant:  # fmt: skip
+    def altered(levels: Sequence[str] | Shape, alter: Callable[[DraftTree], DraftTree], check: str = "declared-law",
+                model: TableModel = full, merge: bool = False) -> Mutant:  # fmt: skip
         honest = TableDrafter(model, levels, merge=merge)
         return Mutant(_Held(honest, alter), check, honest, _OFF)
 
@@ -224,6 +225,8 @@ def mutant_drafters() -> dict[str, Mutant]:
         "drawn at another temperature": altered("ii", other_temperature),
         "drawn from top-k, raw law declared": altered("ii", raw_law, model=some),
         "argmax declared as a sample": altered("pp", as_sampled),
+        "dynamic tree declared as samples": altered(dynamic(2), as_sampled),
+        "dynamic tree declared as samples, end to end": altered(dynamic(2), as_sampled, "law-RejectionAcceptor"),
         "unlikely token dropped": replace(altered("ii", unlikely_dropped), honest=TableDrafter(full, "ii", stop_below=0.3)),
         "siblings without replacement re-sorted": altered(["ww"], resorted),
         "siblings reranked": altered(["ww"], best_kept),

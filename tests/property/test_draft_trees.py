@@ -365,5 +365,5 @@ def test_a_draft_model_accepts_at_a_mixed_level_what_the_closed_form_says():
 
 
 def test_two_models_are_not_drawn_from():
-    with pytest.raises(ValueError, match=r"grow: \['iI'\] draws from two models"):
+    with pytest.raises(ValueError, match=r"grow: .*'iI'.* draws from two models"):
         ModelDrafter(DRAFT, grow=Grower(("iI",)))

@@ -9,7 +9,6 @@ import torch
 
 import specdec
 from specdec import acceptors, grow
-from specdec.drafters.growth import Growth
 from specdec.generation import default_acceptor
 from specdec.models.tiny import TinyTarget
 from specdec.rng import CounterRng
@@ -100,7 +99,7 @@ def test_what_the_target_excludes_is_never_emitted(name, shape):
     if not SHAPES[shape].draws <= acceptor.takes or (acceptor.chains and not SHAPES[shape].chains):
         assert name in ("BlockAcceptor", "KSeqAcceptor")
         return
-    growth = Growth(SHAPES[shape], torch.zeros(batch, dtype=torch.int64), Budget.of(9, 2, batch=batch))
+    growth = SHAPES[shape].begin(torch.zeros(batch, dtype=torch.int64), Budget.of(9, 2, batch=batch))
     while growth.more:
         scores = torch.randn(batch, growth.last.stop - growth.last.start, vocab_size)
         if shape == "exhausted":

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from specdec import Budget, DraftTree, Kind
 from specdec.acceptors import RejectionAcceptor, TraversalAcceptor
-from specdec.drafters.grow import Grower, chain, iid, mixed, points, without_replacement
-from specdec.drafters.growth import Growth
+from specdec.drafters.grow import Grower, Shape, chain, iid, mixed, points, without_replacement
 from specdec.models.table import TableModel
 from specdec.rng import CounterRng, Purpose, Source
 from specdec.testing.drafters import TableDrafter
@@ -35,13 +34,13 @@ FULL = [0.4, 0.3, 0.2, 0.1]
 
 
 def grown(
-    grower: Grower, budget: Budget, laws: Any = FULL, seeds: Sequence[int] = (0,), source: Source | None = None, **level: Any
+    grower: Shape, budget: Budget, laws: Any = FULL, seeds: Sequence[int] = (0,), source: Source | None = None, **level: Any
 ) -> DraftTree:
     """A draft whose law is the same below every node of a row."""
     law = laws if isinstance(laws, torch.Tensor) else torch.tensor(laws, dtype=torch.float64)
     law, pending = law.expand(len(seeds), -1), torch.arange(len(seeds)) % 4
     source = source or CounterRng(list(seeds)).round(range(len(seeds)), [5] * len(seeds), torch.device("cpu"))
-    growth = Growth(grower, pending, budget)
+    growth = grower.begin(pending, budget)
     while growth.more:
         growth.level(law[:, None].expand(-1, growth.last.stop - growth.last.start, -1), source, **level)
     tree = growth.tree()
@@ -179,7 +178,7 @@ def test_the_rest_is_what_the_points_leave_that_have_room():
 
 
 def test_below_a_node_that_is_shut_nothing_grows():
-    growth, law = Growth(points(2), torch.tensor([3]), Budget.of(6)), torch.tensor([FULL])
+    growth, law = points(2).begin(torch.tensor([3]), Budget.of(6)), torch.tensor([FULL])
     source = CounterRng([0]).round([0], [0], torch.device("cpu"))
     growth.level(law[:, None], source)
     torch.testing.assert_close(growth.likelihood(), torch.tensor([[0.4, 0.3]]))

@@ -27,7 +27,8 @@ FLOORS = [
     {"tree"},
     {"ragged", "rng", "stats"},
     {"warp", "stops"},
-    {"cache", "ops"},
+    {"cache", "ops", "heads"},
+    {"checkpoints"},
     {"base"},
     {"session"},
     {"drafters", "acceptors", "planning"},
@@ -37,7 +38,7 @@ FLOORS = [
     {"loop"},
     {"generation"},
     {"custom"},
-    {"bench", "training", "checkpoints", "testing"},
+    {"bench", "training", "testing"},
     {"cli"},
     {"__main__", "__init__"},
 ]
