@@ -121,7 +121,8 @@ def write_corpus(target: CausalTarget, template: Template, folder: str | Path, w
     if card.exists() and json.loads(card.read_text()) != asked:
         raise ValueError(f"folder: {folder} was begun with {json.loads(card.read_text())}, now it is {asked}; give an empty folder")
     corpus.folder.mkdir(parents=True, exist_ok=True)
-    card.write_text(json.dumps(asked))
+    card.with_suffix(".part").write_text(json.dumps(asked))
+    os.replace(card.with_suffix(".part"), card)
     passages = [words for shard in corpus for words in shard.passages()]
     total, given = corpus.tokens, _by_length(template, prompts, wanted)
     show(total)

@@ -92,17 +92,19 @@ def fit(lesson: Lesson, reader: Reader, shards: Sequence[Callable[[], Shard]], s
         if batch.shard not in held:
             held = {n: shards[n]() for n in range(first, min(first + recipe.window, len(sizes)))}
         shard = held[batch.shard]
-        rows = batch.rows[accelerator.process_index :: accelerator.num_processes]
+        share = batch.rows[accelerator.process_index :: accelerator.num_processes]
+        rows = share or batch.rows[:1]  # a process without a row takes part all the same, for nothing
         seen = reader(shard.tokens[list(rows)], shard.own[list(rows)], (batch.shard, *rows))
         weight = max(1.0, float(shard.own[list(batch.rows)].sum())) * lesson.weight
         for group in optimizer.param_groups:
             group["lr"] = recipe.rate * _height(number, len(plan), recipe)
         loss = wrapped(seen)
-        accelerator.backward(loss * (accelerator.num_processes / weight))
+        loss = loss * (accelerator.num_processes / weight if share else 0.0)
+        accelerator.backward(loss)
         accelerator.clip_grad_norm_(lesson.learner.parameters(), 0.5)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(accelerator.num_processes * float(loss.detach()) / weight)
+        losses.append(float(loss.detach()))
         tokens = progress.tokens + len(batch.rows) * sizes[batch.shard][1]
         progress = Progress(number + 1, len(plan), tokens, sum(losses[-50:]) / len(losses[-50:]), progress.accepted)
         if progress.step % recipe.keep_every == 0 or progress.step == progress.of:
@@ -173,6 +175,10 @@ def _restore(path: Path, lesson: Lesson, optimizer: torch.optim.Optimizer, recip
     if json.loads(told["recipe"]) != asdict(recipe):
         raise ValueError(f"folder: {path} was begun with {told['recipe']}, now it is {json.dumps(asdict(recipe))}; give an empty folder")
     held = load_file(path)
+    shapes = {f"learner.{name}": weight.shape for name, weight in lesson.learner.named_parameters()}
+    differ = sorted(name for name, shape in shapes.items() if name not in held or held[name].shape != shape)
+    if differ:
+        raise ValueError(f"folder: {path} was begun with another learner: {', '.join(differ[:5])} differ; give an empty folder")
     with torch.no_grad():
         for name, weight in lesson.learner.named_parameters():
             weight.copy_(held[f"learner.{name}"])

@@ -151,10 +151,11 @@ def fresh_head(lent: Lent, facts: TargetFacts, layers: tuple[int, ...], ids: Int
     heads = told["num_attention_heads"]
     size = told.get("head_dim") or width // heads
     rope = told.get("rope_parameters") or {}
+    scaling = {key: value for key, value in rope.items() if key != "rope_theta"} if rope.get("rope_type") in ("linear", "llama3") else None
     config = EagleConfig(
         version=3, layers=layers, hidden_size=width, target_hidden_size=width, intermediate_size=told["intermediate_size"], num_heads=heads,
         num_kv_heads=heads, head_dim=size, vocab_size=facts.vocab_size, draft_vocab_size=len(ids), rms_norm_eps=told["rms_norm_eps"],
-        rope_theta=rope.get("rope_theta", 10000.0), max_positions=told.get("max_position_embeddings", 2048),
+        rope_theta=rope.get("rope_theta", 10000.0), rope_scaling=scaling, max_positions=told.get("max_position_embeddings", 2048),
     )  # fmt: skip
     head = EagleHead(config)
     every = torch.eye(width, device=lent.layer["self_attn.q_proj.weight"].device)
@@ -163,14 +164,14 @@ def fresh_head(lent: Lent, facts: TargetFacts, layers: tuple[int, ...], ids: Int
     with torch.no_grad():
         for name, weight in lent.layer.items():
             kind = name.split(".")[-2]
-            if kind in ("k_proj", "v_proj"):
+            if kind in ("k_proj", "v_proj") and weight.ndim == 2:
                 groups = heads // (weight.shape[0] // size)
                 weight = weight.unflatten(0, (-1, size)).repeat_interleave(groups, 0).flatten(0, 1)
-            if kind in ("q_proj", "k_proj", "v_proj"):
+            if kind in ("q_proj", "k_proj", "v_proj") and weight.ndim == 2:
                 own[f"layer.{name}"].zero_()[:, width:] = weight
             elif name == "input_layernorm.weight":
                 own["layer.hidden_norm.weight"].copy_(weight)
-            else:
+            elif f"layer.{name}" in own:  # biases and norms that the head has no place for are left out: it only begins here
                 own[f"layer.{name}"].copy_(weight)
         head.fc.weight.zero_()[:, -width:] = every
         head.norm.weight.copy_(cast(Tensor, cast(nn.Module, lent.norm).weight))

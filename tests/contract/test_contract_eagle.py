@@ -11,6 +11,8 @@ from specdec.models.tiny import TinyTarget
 from specdec.testing import parametrize_with_checks
 from specdec.verifiers import TreeVerifier
 
+pytestmark = pytest.mark.slow
+
 TARGET = TinyTarget(4, seed=3)
 FIRST, THIRD = filled(config(1, TARGET)), filled(config(3, TARGET))
 TREES = [mixed(2, 1), points(2), dynamic(2), without_replacement(2), iid(2, merge=True), static([(0,), (1,), (1, 1)])]
@@ -23,7 +25,6 @@ def test_eagle_in_chains(check):
     check()
 
 
-@pytest.mark.slow
 @parametrize_with_checks(
     [EagleDrafter(head, TARGET, grow=shape) for head, shape in zip([THIRD, FIRST] * 3, TREES, strict=True)],
     verifier=TreeVerifier(TARGET), plans=[(3, 2, 2)],

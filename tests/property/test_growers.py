@@ -185,7 +185,7 @@ def test_what_is_no_tree_is_refused_by_the_name_of_what_is_missing():
                                 ([(-1,)], "p", "choices"), ([(0,)], "i", "letter: got .*'i'")):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             grow.static(choices, draw)
-    with pytest.raises(ValueError, match="width: got 0"):
+    with pytest.raises(ValueError, match="width, depth: got 0"):
         grow.dynamic(0)
     assert grow.static([(0,), (0, 3)]).chains and not grow.static([(0,), (3,)]).chains and grow.static([]).draws == frozenset()
     assert grow.static([(0,), (1,)], "w").draws == {Kind.WITHOUT_REPLACEMENT} and grow.dynamic(1).chains

@@ -95,3 +95,11 @@ def test_rows_held_out_are_in_no_batch_and_all_others_in_one_of_each_pass():
         left = max(1, round(rows * 0.2))
         assert seen == sorted([*range(rows - left)] * 2)
     assert plan == _plan(sizes, recipe) != _plan(sizes, Recipe(passes=2, batch_tokens=20, held_out=0.2, window=2, seed=1))
+
+
+def test_a_folder_of_another_learner_is_refused(shards, tmp_path):
+    run(shards, Recipe(batch_tokens=60, keep_every=1, steps=2), tmp_path)
+    lent, ids = TARGET.lend(), torch.arange(9)
+    other = HeadLesson(fresh_head(lent, TARGET.facts, LAYERS, ids), lent.head.weight[ids], steps=2)
+    with pytest.raises(ValueError, match="begun with another learner: .*lm_head.* give an empty folder"):
+        fit(other, Reader(TARGET, lent, LAYERS), *shards, Recipe(batch_tokens=60, keep_every=1, steps=2), tmp_path)

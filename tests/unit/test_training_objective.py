@@ -90,3 +90,31 @@ def tiny_float64():
     from specdec.models.tiny import TinyTarget
 
     return TinyTarget(num_layers=3)
+
+
+@pytest.mark.parametrize("kind", ("Qwen2", "Qwen3", "Gemma2", "Llama"))
+def test_a_fresh_head_takes_what_it_has_a_place_for(kind):
+    """Biases, norms of queries and keys, heads wider than the model, stretched positions."""
+    import transformers
+
+    from specdec.cache import causal_target
+    from specdec.models.hf import HFTarget
+
+    given = {"head_dim": 24} if kind == "Qwen3" else {}
+    if kind == "Llama":
+        stretched = {"factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+        given = {"rope_parameters": {"rope_type": "llama3", "rope_theta": 5000.0, **stretched}}
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=20, hidden_size=32, intermediate_size=48, num_hidden_layers=4, num_attention_heads=2, num_key_value_heads=1,
+        max_position_embeddings=64, **given,
+    )  # fmt: skip
+    if kind == "Gemma2":
+        config.layer_types = ["full_attention"] * 4
+    target = causal_target(getattr(transformers, f"{kind}ForCausalLM")(config).eval())
+    assert isinstance(target, HFTarget)
+    before = [weight.clone() for weight in target.lend().layer.values()]
+    head = fresh_head(target.lend(), target.facts, (1, 2, 3), torch.arange(10))
+    assert all(bool(weight.isfinite().all()) for weight in head.parameters())
+    assert head.config.rope_theta == (5000.0 if kind == "Llama" else 10000.0)
+    assert (head.config.rope_scaling is not None) == (kind == "Llama")
+    assert all(a.equal(b) for a, b in zip(before, target.lend().layer.values(), strict=True))
