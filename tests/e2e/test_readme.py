@@ -32,10 +32,12 @@ def test_the_example_runs(smollm2, capsys) -> None:
     exec(compile(blocks("python")[1], "README.md", "exec"), names)
     read, whole = map(int, re.findall(r"\d+", capsys.readouterr().out))
     assert 0 < read < whole / 2
+    exec(compile(blocks("python")[2], "README.md", "exec"), names)
+    assert float(capsys.readouterr().out.split()[0]) > 1.5
 
 
 def test_a_drafter_of_the_readers_own_passes_its_checks(tmp_path) -> None:
-    code = blocks("python")[2]
+    code = blocks("python")[3]
     body = re.search(r"^class .*?(?=^\S*@)", code, re.M | re.S)
     assert body and len([line for line in code.splitlines() if line]) <= 10
     (tmp_path / "test_mine.py").write_text(code)
