@@ -100,14 +100,14 @@ def _say(logits: Float[Tensor, "B V"], speaks: Sequence[Speak | None], noise: to
 def _read(target: CausalTarget, cache: FullCache, tokens: Int64[Tensor, "B T"]) -> Float[Tensor, "B V"]:
     """Make these tokens permanent: the logits after the last of them."""
     batch, step = len(tokens), max(1, _CHUNK // len(tokens))
-    for chunk in tokens.split(step, 1):
-        width = chunk.shape[1]
-        path = torch.arange(width).expand(batch, -1)
-        last = chunk.shape[1] == 1
-        for part in chunk.split(width - 1, 1) if not last else (chunk,):  # logits of the last token alone: they are wide
-            n = part.shape[1]
-            positions = (cache.start + torch.arange(n, device=tokens.device)).expand(batch, -1)
-            cache.open(n)
-            found, _ = target.forward(part, positions, None, cache, logits=n == 1)
-            cache.commit(path[:, :n], torch.full((batch,), n))
+    found = None
+    # Logits are wanted of the last token alone: they are wide.
+    for part in (*tokens[:, :-1].split(step, 1), tokens[:, -1:]):
+        steps = torch.arange(part.shape[1], device=tokens.device)
+        if not len(steps):
+            continue
+        cache.open(len(steps))
+        positions = (cache.start + steps).expand(batch, -1)
+        found, _ = target.forward(part, positions, None, cache, logits=len(steps) == 1)
+        cache.commit(steps.cpu().expand(batch, -1), torch.full((batch,), len(steps)))
     return cast(Tensor, found)[:, -1]
