@@ -13,7 +13,17 @@ from .acceptors import (
 )
 from .base import Acceptor, Context, ContextDrafter, Drafter, Planner, Verifier
 from .custom import custom_generate
-from .drafters import EagleDrafter, EarlyExitDrafter, ModelDrafter, NGramDrafter, NullDrafter, grow
+from .drafters import (
+    EagleDrafter,
+    EarlyExitDrafter,
+    MedusaDrafter,
+    ModelDrafter,
+    MTPDrafter,
+    NGramDrafter,
+    NullDrafter,
+    PairDrafter,
+    grow,
+)  # fmt: skip
 from .generation import Generation, generate, stream
 from .planning import AdaptivePlanner, FixedPlanner
 from .rng import Purpose, Source
@@ -26,10 +36,10 @@ from .verifiers import SequentialVerifier, TreeVerifier
 __version__ = "0.1.0"
 
 __all__ = [
-    "Acceptance", "Acceptor", "AdaptivePlanner", "BlockAcceptor", "Budget", "Commit", "Context", "ContextDrafter",
-    "CoupledAcceptor", "DraftTree", "Drafter", "Draws", "EagleDrafter", "EarlyExitDrafter", "Features", "FixedPlanner", "Generation",
-    "GreedyAcceptor", "KSeqAcceptor", "Kind", "MatchAcceptor", "ModelDrafter", "NGramDrafter", "NullDrafter", "Planner",
-    "Purpose", "RejectionAcceptor", "Round", "Scores", "SequentialVerifier", "Session", "Source", "Stats", "TargetFacts",
-    "TraversalAcceptor", "TreeVerifier", "TypicalAcceptor", "Verification", "Verifier",
-    "chain", "custom_generate", "generate", "grow", "models", "stream", "testing", "tree",
+    "Acceptance", "Acceptor", "AdaptivePlanner", "BlockAcceptor", "Budget", "Commit", "Context", "ContextDrafter", "CoupledAcceptor",
+    "DraftTree", "Drafter", "Draws", "EagleDrafter", "EarlyExitDrafter", "Features", "FixedPlanner", "Generation", "GreedyAcceptor",
+    "KSeqAcceptor", "Kind", "MTPDrafter", "MatchAcceptor", "MedusaDrafter", "ModelDrafter", "NGramDrafter", "NullDrafter", "PairDrafter",
+    "Planner", "Purpose", "RejectionAcceptor", "Round", "Scores", "SequentialVerifier", "Session", "Source", "Stats", "TargetFacts",
+    "TraversalAcceptor", "TreeVerifier", "TypicalAcceptor", "Verification", "Verifier", "chain", "custom_generate", "generate", "grow",
+    "models", "stream", "testing", "tree",
 ]  # fmt: skip

@@ -11,17 +11,17 @@ from typing import Any
 import torch
 
 from ..base import Drafter, Planner
-from ..drafters import EagleDrafter, ModelDrafter, NGramDrafter, NullDrafter, grow
+from ..drafters import ModelDrafter, NGramDrafter, NullDrafter, grow
+from ..drafters.by_name import HEADS, head_drafter
 from ..generation import generate
 from ..models import load
 from ..planning import AdaptivePlanner, FixedPlanner
+from ..stats import Stats
 
-__all__ = ["METHODS", "Decoded", "Method", "Setup", "make_methods", "read_names"]
+__all__ = ["METHODS", "Decoded", "Method", "Setup", "make_methods", "read_names", "head_planner"]
 
 PLAIN = "plain"
 HF_LOOKUP_TOKENS = 10
-PACKAGED_HEAD = "smollm2-135m-eagle3"
-"""The EAGLE-3 head that comes with this package, for the packaged model."""
 
 
 @dataclass(frozen=True)
@@ -31,14 +31,15 @@ class Setup:
     model: Any
     options: Mapping[str, Any]
     """In the words of `model.generate`; every method gets the same."""
-    num_draft: int = 10
+    num_draft: int | None = None
+    """Drafted tokens a round, or levels where the planner adapts, at most; left out, what suits the method."""
     depth: int | None = None
     """Of a tree, where the planner is a fixed one; as deep as it has nodes if left out."""
     batch: int = 1
     draft_model: str | None = None
     """Name or folder, as `specdec.models.load` takes it."""
     head: str | None = None
-    """Of the methods that begin with eagle3: what `EagleDrafter.from_pretrained` takes."""
+    """Of the methods with a head: what `from_pretrained` of the drafter takes."""
     tokenizer: Any = None
     """The model's own, to see that a draft model speaks the same tokens."""
 
@@ -51,8 +52,8 @@ class Decoded:
     """New tokens, the end token included."""
     rounds: int | None = None
     """Rounds of single rows; of transformers' methods the target passes, where the batch is one."""
-    phases: Mapping[str, float] | None = None
-    """Seconds by `specdec.stats.PHASES`; of our own methods alone."""
+    stats: Stats | None = None
+    """Of our own methods alone."""
 
 
 Method = Callable[[Sequence[list[int]], Sequence[int]], Decoded]
@@ -80,8 +81,12 @@ def make_methods(names: Sequence[str], setup: Setup) -> dict[str, Method]:
     """
     if setup.draft_model is not None and "draft" not in names:
         raise ValueError(f"draft_model: {setup.draft_model!r} would not be used; add draft to the methods")
-    if setup.head is not None and not any(name.startswith("eagle3") for name in names):
-        raise ValueError(f"head: {setup.head!r} would not be used; add eagle3 to the methods")
+    if setup.depth is not None and not any(name == "draft" or "-" in name and name.partition("-")[0] in HEADS for name in names):
+        raise ValueError(f"depth: {setup.depth} would not be used; it is for methods that draft the same every round, such as draft")
+    kinds = {name.partition("-")[0] for name in names} & HEADS.keys()
+    if setup.head is not None and len(kinds) != 1:
+        used = f"used by {' and '.join(sorted(kinds))}, which differ" if kinds else "not used"
+        raise ValueError(f"head: {setup.head!r} would be {used}; give methods of one of the kinds {', '.join(HEADS)}")
     return {name: METHODS[name](setup) for name in names}
 
 
@@ -90,11 +95,11 @@ def make_methods(names: Sequence[str], setup: Setup) -> dict[str, Method]:
 
 def _drafted(setup: Setup, drafter: Drafter, planner: Planner | None = None) -> Method:
     """`specdec.generate` with this drafter and the rule that it takes by itself."""
-    planner = planner or FixedPlanner(setup.num_draft, setup.depth)
+    planner = planner or FixedPlanner(_NUM_DRAFT if setup.num_draft is None else setup.num_draft, setup.depth)
 
     def decode(prompts: Sequence[list[int]], seeds: Sequence[int]) -> Decoded:
         done = generate(setup.model, prompts, drafter=drafter, planner=planner, seed=seeds, **setup.options)
-        return Decoded([tokens.tolist() for tokens in done.new_tokens], done.stats.rounds, done.stats.seconds)
+        return Decoded([tokens.tolist() for tokens in done.new_tokens], done.stats.rounds, done.stats)
 
     return decode
 
@@ -104,7 +109,7 @@ def _plain(setup: Setup) -> Method:
 
 
 def _ngram(setup: Setup) -> Method:
-    return _drafted(setup, NGramDrafter(), AdaptivePlanner(setup.num_draft))
+    return _drafted(setup, NGramDrafter(), AdaptivePlanner(_NUM_DRAFT if setup.num_draft is None else setup.num_draft))
 
 
 def _draft(setup: Setup) -> Method:
@@ -114,9 +119,17 @@ def _draft(setup: Setup) -> Method:
     return _drafted(setup, ModelDrafter(model, tokenizer=tokenizer, target_tokenizer=setup.tokenizer))
 
 
-def _eagle3(setup: Setup, shape: grow.Shape | None = None, planner: Planner | None = None) -> Method:
-    head = setup.head or PACKAGED_HEAD
-    return _drafted(setup, EagleDrafter.from_pretrained(head, setup.model, grow=shape), planner)
+def _head(setup: Setup, kind: str, shape: grow.Shape | None = None) -> Method:
+    return _drafted(setup, head_drafter(kind, setup.model, setup.head, shape))
+
+
+def head_planner(levels: int | None = None) -> AdaptivePlanner:
+    """Trees of few levels, as deep as pays: what a level costs was measured with the packaged model and head on two CPU cores."""
+    return AdaptivePlanner(4 if levels is None else levels, first=0.42, more=0.13, spread=3)
+
+
+def _adaptive(setup: Setup, kind: str) -> Method:
+    return _drafted(setup, head_drafter(kind, setup.model, setup.head), head_planner(setup.num_draft))
 
 
 # ------------------------------------------------------------------------------------------------------------ transformers'
@@ -176,15 +189,15 @@ def _counted(model: Any) -> Iterator[list[None]]:
         handle.remove()
 
 
+_NUM_DRAFT = 10
+_SHAPES = {"chain": grow.chain(), "mixed": grow.mixed(3, 1), "dynamic": grow.dynamic(8)}
 METHODS: dict[str, Callable[[Setup], Method]] = {
     "plain": _plain,
     "hf-plain": _hf,
     "hf-lookup": _hf_lookup,
     "ngram": _ngram,
     "draft": _draft,
-    "eagle3": partial(_eagle3, planner=AdaptivePlanner(4, first=0.42, more=0.13, spread=3)),
-    "eagle3-chain": partial(_eagle3, shape=grow.chain()),
-    "eagle3-mixed": partial(_eagle3, shape=grow.mixed(3, 1)),
-    "eagle3-dynamic": partial(_eagle3, shape=grow.dynamic(8)),
+    **{kind: partial(_adaptive, kind=kind) for kind in HEADS},
+    **{f"{kind}-{name}": partial(_head, kind=kind, shape=shape) for kind in HEADS for name, shape in _SHAPES.items()},
 }
 """Name to method. Making one may load weights, and says at once what is missing."""

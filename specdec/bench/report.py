@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..stats import PHASES
+from ..stats import PHASES, Stats
 from .measure import Sample
 
 __all__ = ["by_category", "interval", "ratio", "summary"]
@@ -59,7 +59,8 @@ def summary(samples: Mapping[str, Sequence[Sample]], verdicts: Mapping[str, Mapp
     """The figures of every method, `plain` among them.
 
     `tokens_per_s` is all emitted tokens over the wall seconds of the whole calls, prefill included, for every method alike.
-    `seconds` are the phases of our own rounds, over all calls; `outside` is what the calls took besides. What is not known is None.
+    `seconds` are the phases of our own rounds, over all calls; `outside` is what the calls took besides. `acceptance_by_depth` is how often
+    a drafted token of each depth was accepted where all above it had been. What is not known is None.
 
     Args:
         samples: for each method, paired by position.
@@ -73,12 +74,16 @@ def _own(samples: Sequence[Sample]) -> dict[str, Any]:
     categories = dict.fromkeys(one.category for one in samples)
     total = sum(one.seconds for one in samples)
     phases: dict[str, float | None] = dict.fromkeys((*PHASES, "outside"))
-    if all(one.decoded.phases is not None for one in samples):
-        phases = {phase: sum((one.decoded.phases or {}).get(phase, 0.0) for one in samples) for phase in PHASES}
+    depths: list[float] | None = None
+    stats = [one.decoded.stats for one in samples if one.decoded.stats is not None]
+    if len(stats) == len(samples):
+        every = sum(stats, Stats())
+        phases = {phase: every.seconds.get(phase, 0.0) for phase in PHASES}
         phases["outside"] = total - sum(seconds or 0.0 for seconds in phases.values())
+        depths = [taken / tried for taken, tried in zip(every.accepted_by_depth, every.attempted_by_depth, strict=True)]
     return {
         "tokens_per_s": rate(_pairs(samples)), "tokens_per_round": _per_round(samples), "rounds": rounds,
-        "tokens": sum(one.tokens for one in samples), "seconds_total": total, "seconds": phases,
+        "tokens": sum(one.tokens for one in samples), "seconds_total": total, "seconds": phases, "acceptance_by_depth": depths,
         "tokens_per_round_by_category": {c: _per_round([one for one in samples if one.category == c]) for c in categories},
     }  # fmt: skip
 

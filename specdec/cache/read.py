@@ -10,9 +10,9 @@ from torch import Tensor
 from ..tree import ancestors
 from ..types import DraftTree, Float, Int64, sent
 from .full import FullCache
-from .target import CausalTarget
+from .target import CausalTarget, Lent
 
-__all__ = ["look", "read"]
+__all__ = ["look", "output_rows", "read"]
 
 
 def read(model: CausalTarget, cache: FullCache, tokens: Int64[Tensor, "B T"], count: Int64[Tensor, " B"], *, logits: bool,
@@ -64,3 +64,22 @@ def look(model: CausalTarget, cache: FullCache, tree: DraftTree) -> Float[Tensor
     found, _ = model.forward(ids, sent(positions, facts.device), mask, cache, logits=True)
     cache.rewind(cache.lengths)
     return cast(Tensor, found)
+
+
+def output_rows(model: CausalTarget, lent: Lent) -> Float[Tensor, "V D"] | None:
+    """The matrix that makes the model's logits of what its final norm says: the weight of its output head, times a scale if it has one.
+    `None` if no matrix does, as where logits are capped or a bias is added. It is found by looking."""
+    weight = getattr(lent.head, "weight", None)
+    if not isinstance(weight, Tensor) or weight.ndim != 2:
+        return None
+    last, size = cast(int, model.facts.num_layers), model.facts.vocab_size
+    tokens = torch.arange(0, size, max(1, size // 16), device=model.facts.device)[None, :16]
+    with torch.no_grad():
+        count = torch.tensor([tokens.shape[1]], device="cpu")
+        logits, hidden = read(model, model.new_cache(1), tokens, count, logits=True, layers=(last,))
+        there = cast(Tensor, logits).flatten().double()
+        here = torch.nn.functional.linear(lent.norm(cast(Tensor, hidden)), weight).flatten().double()
+    scale = float(here @ there / (here @ here))
+    if not float((there - scale * here).norm()) <= 0.01 * float(there.norm()):
+        return None
+    return weight.detach() if abs(scale - 1) < 0.01 else weight.detach() * scale

@@ -58,7 +58,8 @@ class Lent:
     norm: Callable[[Float[Tensor, "*rows D"]], Float[Tensor, "*rows D"]]
     """The final one. What goes into it is the feature of the last input boundary."""
     head: Callable[[Float[Tensor, "*rows D"]], Float[Tensor, "*rows V"]]
-    """From what the norm says to logits."""
+    """From what the norm says to a ranking of tokens. What the model does to it before it is logits is not part of it, see
+    `specdec.cache.output_rows`."""
     layer: Mapping[str, Tensor]
     """The parameters of the last decoder layer, by the names that Llama's have."""
     config: Mapping[str, Any]

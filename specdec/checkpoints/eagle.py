@@ -11,7 +11,8 @@ from torch import Tensor
 
 from ..heads.eagle import EagleConfig
 from ..types import TargetFacts
-from .llama import default_layers, layer_ids, read_layer, write_layer
+from .llama import default_layers, last_layer, layer_ids, read_layer, write_layer
+from .strict import read_flag
 
 __all__ = ["layer_name", "read", "write"]
 
@@ -24,19 +25,16 @@ def read(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], facts: TargetFac
         ValueError: the config asks for what an `EagleHead` does not compute, or is of two minds.
     """
     first = _is_first(raw, tensors)
-    given = read_layer(raw, file, tied=first)
-    own: dict[str, Any] = {"own_embedding": "embed_tokens.weight" in tensors, "bias": _flag(raw, "bias", "fc.bias" in tensors, file)}
+    given = read_layer(raw, file, ("tie_word_embeddings",) if first else ())
+    own: dict[str, Any] = {"own_embedding": "embed_tokens.weight" in tensors, "bias": read_flag(raw, "bias", "fc.bias" in tensors, file)}
     if first:
-        if facts.num_layers is None:
-            raise ValueError(f"{file}: a head of EAGLE-1 reads what enters the target's final norm, and the facts have no num_layers")
-        return EagleConfig(
-            1, (facts.num_layers,), target_hidden_size=given["hidden_size"], draft_vocab_size=given["vocab_size"], **given, **own
-        )
+        layers = (last_layer(facts, file, "a head of EAGLE-1 reads"),)
+        return EagleConfig(1, layers, target_hidden_size=given["hidden_size"], draft_vocab_size=given["vocab_size"], **given, **own)
     eagle = raw.get("eagle_config") or {}
     if not eagle.get("use_aux_hidden_state", True):
         raise ValueError(f"{file}: use_aux_hidden_state: got False; a head that reads the target's last hidden state alone cannot be run")
     # The same key in SpecForge's own words: "norm before the output head", which every EAGLE-3 head has. See docs/checkpoints.md.
-    if not _flag(raw, "norm_output", True, file):
+    if not read_flag(raw, "norm_output", True, file):
         raise ValueError(
             f"{file}: norm_output: got False; in this layout that is a head without a norm before its output head, or, if it was written "
             "later, a plain EAGLE-3. Only the second can be run: if it is that, remove the key"
@@ -44,8 +42,8 @@ def read(raw: Mapping[str, Any], tensors: Mapping[str, Tensor], facts: TargetFac
     return EagleConfig(
         3, _layers(raw, eagle, facts, file), target_hidden_size=int(raw.get("target_hidden_size") or given["hidden_size"]),
         draft_vocab_size=int(raw.get("draft_vocab_size") or given["vocab_size"]), **given, **own,
-        norm_before_residual=_flag(raw, "norm_before_residual", False, file), fc_norm=_flag(raw, "fc_norm", False, file),
-        norm_before_fc=_flag(raw, "norm_before_fc", _flag(eagle, "norm_before_fc", False, file), file),
+        norm_before_residual=read_flag(raw, "norm_before_residual", False, file), fc_norm=read_flag(raw, "fc_norm", False, file),
+        norm_before_fc=read_flag(raw, "norm_before_fc", read_flag(eagle, "norm_before_fc", False, file), file),
     )  # fmt: skip
 
 
@@ -102,10 +100,3 @@ def _layers(raw: Mapping[str, Any], eagle: Mapping[str, Any], facts: TargetFacts
     if ids is not None and top is not None and ids != top:
         raise ValueError(f"{file}: {name} is {outer} at the top (inputs of layers) and {inner} in eagle_config (outputs): remove one")
     return ids or top or default_layers(facts, file)
-
-
-def _flag(raw: Mapping[str, Any], name: str, default: bool, file: Path) -> bool:
-    value = raw.get(name)
-    if value not in (None, True, False):
-        raise ValueError(f"{file}: {name}: got {value!r}; allowed are true and false")
-    return default if value is None else bool(value)

@@ -1,23 +1,24 @@
-"""What both layouts take over from the configs of Llama models."""
+"""What layouts take over from the configs of Llama models."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from transformers import LlamaConfig
 
-from ..heads.eagle import EagleConfig
+from ..heads import EagleConfig, MTPConfig, usual_layers
 from ..types import TargetFacts
 
-__all__ = ["default_layers", "layer_ids", "read_layer", "write_layer"]
+__all__ = ["check_depth", "default_layers", "last_layer", "layer_ids", "read_layer", "write_layer", "write_rope"]
 
 _NEEDED = {
     "hidden_act": "silu", "num_hidden_layers": 1, "attention_bias": False, "mlp_bias": False, "partial_rotary_factor": 1.0,
     "tie_word_embeddings": False, "use_sliding_window": False, "quantization_config": None, "pretraining_tp": 1,
 }  # fmt: skip
-"""What an `EagleHead` computes, in the words of these configs. A config that says nothing means these, but for the layers' number."""
+"""What a head computes, in the words of these configs. A config that says nothing means these, but for the layers' number."""
 
 _DIMENSIONS = {
     "hidden_size": "hidden_size", "intermediate_size": "intermediate_size", "num_heads": "num_attention_heads",
@@ -25,17 +26,17 @@ _DIMENSIONS = {
 }  # fmt: skip
 
 
-def read_layer(layer: Mapping[str, Any], file: Path, tied: bool = False) -> dict[str, Any]:
-    """Arguments of an `EagleConfig`. What the config leaves out has the default that transformers gives a Llama model, since these
-    configs are written as differences from it.
+def read_layer(layer: Mapping[str, Any], file: Path, passed: Collection[str] = ()) -> dict[str, Any]:
+    """Arguments of an `EagleConfig` or `MTPConfig`. What the config leaves out has the default that transformers gives a Llama model, since
+    these configs are written as differences from it.
 
     Args:
-        tied: it does not matter whether the config ties its embeddings.
+        passed: what it says of these does not matter.
 
     Raises:
-        ValueError: the layer is none that an `EagleHead` computes.
+        ValueError: the layer is none that a head computes.
     """
-    needed = {name: value for name, value in _NEEDED.items() if not (tied and name == "tie_word_embeddings")}
+    needed = {name: value for name, value in _NEEDED.items() if name not in passed}
     wrong = {name: layer[name] for name, value in needed.items() if layer.get(name, value) not in (value, None)}
     if "sliding_attention" in (layer.get("layer_types") or []):
         wrong["layer_types"] = layer["layer_types"]
@@ -46,24 +47,25 @@ def read_layer(layer: Mapping[str, Any], file: Path, tied: bool = False) -> dict
         allowed = {name: every[name] for name in wrong}
         raise ValueError(f"{file}: got {wrong}; a head is computed with {allowed} only")
     rope = dict(layer.get("rope_parameters") or layer.get("rope_scaling") or {})
+    if rope.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"{file}: a head whose positions turn a part of each query alone (partial_rotary_factor) cannot be run")
     theta = rope.pop("rope_theta", None) or layer.get("rope_theta") or 10000.0
     usual = LlamaConfig()
     given: dict[str, Any] = {name: layer.get(theirs, getattr(usual, theirs)) for name, theirs in _DIMENSIONS.items()}
     given["num_kv_heads"] = layer.get("num_key_value_heads") or given["num_heads"]
-    odd = {_DIMENSIONS[name]: value for name, value in given.items() if not isinstance(value, int) or value < 1}
-    eps = layer.get("rms_norm_eps", usual.rms_norm_eps)
-    odd |= {
-        name: value for name, value in (("rms_norm_eps", eps), ("rope_theta", theta)) if not isinstance(value, int | float) or value <= 0
-    }
+    sizes = {**{_DIMENSIONS[name]: value for name, value in given.items()}, "head_dim": layer.get("head_dim") or 1}
+    odd = {name: value for name, value in sizes.items() if not isinstance(value, int) or isinstance(value, bool) or value < 1}
+    reals = {"rms_norm_eps": layer.get("rms_norm_eps", usual.rms_norm_eps), "rope_theta": theta}
+    odd |= {name: value for name, value in reals.items() if not isinstance(value, int | float) or not 0 < value < math.inf}
     if odd:
-        raise ValueError(f"{file}: got {odd}; allowed are positive numbers")
+        raise ValueError(f"{file}: got {odd}; allowed are positive numbers, and whole ones for sizes")
     width = layer.get("head_dim") or given["hidden_size"] // given["num_heads"]
     scaling = None if rope in ({}, {"rope_type": "default"}, {"type": "default"}) else rope
-    return {**given, "head_dim": width, "rms_norm_eps": float(eps), "rope_theta": float(theta), "rope_scaling": scaling}
+    return {**given, "head_dim": width, "rms_norm_eps": float(reals["rms_norm_eps"]), "rope_theta": float(theta), "rope_scaling": scaling}
 
 
-def write_layer(config: EagleConfig) -> dict[str, Any]:
-    """The part that both layouts write, without how positions are turned and how numbers are stored. Nothing is left to defaults."""
+def write_layer(config: EagleConfig | MTPConfig) -> dict[str, Any]:
+    """The part that all layouts write, without how positions are turned and how numbers are stored. Nothing is left to defaults."""
     return {
         "model_type": "llama", "hidden_size": config.hidden_size, "intermediate_size": config.intermediate_size,
         "num_hidden_layers": 1, "num_attention_heads": config.num_heads, "num_key_value_heads": config.num_kv_heads,
@@ -73,22 +75,46 @@ def write_layer(config: EagleConfig) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def write_rope(config: EagleConfig | MTPConfig) -> dict[str, Any]:
+    """How positions are turned, in the words of transformers 5."""
+    scaling = dict(config.rope_scaling or {})
+    kind = scaling.pop("type", "default")
+    return {"rope_type": kind, **scaling, "rope_theta": config.rope_theta}
+
+
+def last_layer(facts: TargetFacts, file: Path, what: str) -> int:
+    """The input boundary of the target's final norm.
+
+    Raises:
+        ValueError: the target does not say how many layers it has.
+    """
+    if facts.num_layers is None:
+        raise ValueError(f"{file}: {what} what enters the target's final norm, and the facts have no num_layers")
+    return facts.num_layers
+
+
+def check_depth(layer: Mapping[str, Any], facts: TargetFacts, file: Path, what: str) -> int:
+    """`last_layer`, of a config whose number of layers is the target's.
+
+    Raises:
+        ValueError: it is another target's.
+    """
+    count, stated = last_layer(facts, file, what), layer.get("num_hidden_layers", LlamaConfig().num_hidden_layers)
+    if stated != count:
+        raise ValueError(f"{file}: num_hidden_layers, the target's, is {stated}, but this one has {count}: it was made for another target")
+    return count
+
+
 def default_layers(facts: TargetFacts, file: Path) -> tuple[int, ...]:
     """Which hidden states an EAGLE-3 head reads whose config does not say.
 
     Raises:
         ValueError: the target has too few layers for that, or does not say how many.
     """
-    count = facts.num_layers
-    if count is None:
-        raise ValueError(f"{file}: names no layers, and the target's facts have no num_layers; add eagle_aux_hidden_state_layer_ids")
-    layers = (2, count // 2, count - 3)
-    if not 0 <= layers[0] < layers[1] < layers[2]:
-        raise ValueError(
-            f"{file}: names no layers, and those that are usual, {layers}, are not three rising ones of a target of {count}; "
-            "add eagle_aux_hidden_state_layer_ids"
-        )
-    return layers
+    try:
+        return usual_layers(facts.num_layers)
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}: add eagle_aux_hidden_state_layer_ids") from error
 
 
 def layer_ids(given: Any, name: str, file: Path) -> tuple[int, ...]:

@@ -26,7 +26,7 @@ from ..testing.numerics import Drift, chain_worth, drift, kernel_defects
 from ..types import Kind, Round
 from .command import Failed
 from .parts import ACCEPTORS, part
-from .text import DRAFTERS, DTYPES, PACKAGED_HEAD, count
+from .text import DRAFTERS, DTYPES, HEAD_HELP, count, named
 
 __all__ = ["CHECKS", "arguments", "run"]
 
@@ -46,7 +46,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m", help="packaged model, local folder or hub name (default: %(default)s)")
     parser.add_argument("--dtype", choices=DTYPES, default="float32",
                         help="of the weights; ties looks at float32 and bfloat16 (default: %(default)s)")  # fmt: skip
-    parser.add_argument("--head", default=PACKAGED_HEAD, metavar="NAME", help="of eagle3: folder or hub name (default: %(default)s)")
+    parser.add_argument("--head", metavar="NAME", help=HEAD_HELP)
     parser.add_argument("--drafter", choices=[*DRAFTERS, REFERENCE],
                         help="what guesses; reference is the model itself with noise on its weights (default: ngram for greedy, several "
                              "for coupled, else reference)")  # fmt: skip
@@ -106,7 +106,7 @@ class _Case:
 
     def drafter(self, default: str) -> Drafter:
         name = self.args.drafter or default
-        return self.reference if name == REFERENCE else DRAFTERS[name](self.model, self.args.head)
+        return self.reference if name == REFERENCE else named(name, self.model, self.args.head)
 
     def bar(self, items: Iterable[Any], name: str, total: int) -> Iterator[Any]:
         return iter(tqdm(items, desc=name, total=total, unit="prompt", disable=self.args.json))

@@ -18,12 +18,13 @@ from ..bench.methods import METHODS, Setup, make_methods, read_names
 from ..bench.report import summary
 from ..bench.workloads import chat_ids, read_prompts
 from ..cache import causal_target
+from ..drafters.by_name import HEADS
 from ..models import load
 from ..rng import derive_seeds
 from ..stats import PHASES
 from ..testing.audit import compare
 from .command import Failed
-from .text import DTYPES, count
+from .text import DTYPES, HEAD_HELP, count
 
 __all__ = ["arguments", "run"]
 
@@ -50,11 +51,11 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, metavar="T", help="sample; left out or 0, the most likely token is taken")
     parser.add_argument("--top-p", type=float, metavar="P", help="needs --temperature")
     parser.add_argument("--seed", type=int, help="needs --temperature; the prompts' seeds are derived from it (default: 0)")
-    parser.add_argument("--num-draft", type=count, default=10, metavar="K",
-                        help="drafted tokens a round at most: ngram drafts as many as have paid lately, draft that many; hf-lookup 10 "
-                             "(default: %(default)s)")  # fmt: skip
+    parser.add_argument("--num-draft", type=count, metavar="K",
+                        help="drafted tokens a round at most: ngram drafts as many as have paid lately, draft that many; hf-lookup 10; "
+                             f"of {', '.join(HEADS)}, which adapt, levels of the tree (default: 10, of those 4)")  # fmt: skip
     parser.add_argument("--depth", type=count, metavar="D", help="levels of a tree of --num-draft tokens at most")
-    parser.add_argument("--head", metavar="NAME", help="of the methods eagle3: folder or hub name (default: the packaged one)")
+    parser.add_argument("--head", metavar="NAME", help=HEAD_HELP)
     parser.add_argument("--draft-model", metavar="NAME", help="of the method draft: packaged model, local folder or hub name")
     parser.add_argument("--ignore-eos", action="store_true", help="no text ends before --max-new-tokens")
     parser.add_argument("--warm-up", type=count, default=1, metavar="N", help="passes that are not counted (default: %(default)s)")
@@ -169,13 +170,13 @@ def _tables(result: Mapping[str, Any]) -> str:
         interval = "-" if alone else f"{speedup['low']:.2f}-{speedup['high']:.2f}"
         shares = ["-" if s is None else f"{s / one['seconds_total']:.0%}" for s in (one["seconds"][phase] for phase in PHASES)]
         lines.append(
-            f"{name:<14}{one['tokens_per_s']:>9.1f}{_number(one['tokens_per_round']):>10}{speedup['total']:>9.2f}"
+            f"{name:<16}{one['tokens_per_s']:>9.1f}{_number(one['tokens_per_round']):>10}{speedup['total']:>9.2f}"
             f"{interval:>14}" + "".join(f"{share:>9}" for share in shares)
             + f"  {'sampled' if equal is None else '/'.join(str(equal[verdict]) for verdict in VERDICTS)}"
         )  # fmt: skip
-    lines += ["", f"{'speed-up by category':<24}" + "".join(f"{name:>14}" for name in methods)]
+    lines += ["", f"{'speed-up by category':<24}" + "".join(f"{name:>16}" for name in methods)]
     for category in methods["plain"]["speedup"]["by_category"]:
-        lines.append(f"{category:<24}" + "".join(f"{one['speedup']['by_category'][category]:>14.2f}" for one in methods.values()))
+        lines.append(f"{category:<24}" + "".join(f"{one['speedup']['by_category'][category]:>16.2f}" for one in methods.values()))
     return "\n".join([*lines, ""])
 
 

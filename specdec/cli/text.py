@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 
-from ..base import Drafter
-from ..bench.methods import PACKAGED_HEAD
-from ..drafters import EagleDrafter, NGramDrafter, NullDrafter
+from ..base import Drafter, Planner
+from ..bench.methods import head_planner
+from ..drafters import NGramDrafter, NullDrafter
+from ..drafters.by_name import HEADS, head_drafter
 from ..generation import stream
 from ..models import load
 from ..planning import FixedPlanner
@@ -21,14 +22,10 @@ from ..types import Round
 from .command import Failed
 from .console import Painter, TextFlow
 
-__all__ = ["demo", "demo_arguments", "generate", "generate_arguments"]
+__all__ = ["DRAFTERS", "DTYPES", "HEAD_HELP", "demo", "demo_arguments", "generate", "generate_arguments", "named"]
 
-DRAFTERS: dict[str, Callable[[Any, str], Drafter]] = {
-    "ngram": lambda model, head: NGramDrafter(),
-    "eagle3": lambda model, head: EagleDrafter.from_pretrained(head, model),
-    "none": lambda model, head: NullDrafter(),
-}
-"""What is made of the target and the name of a head."""
+DRAFTERS = ("ngram", *HEADS, "none")
+HEAD_HELP = f"of {', '.join(HEADS)}: folder or hub name (default: the one that comes with this package)"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DEMO_PROMPT = """\
 Fix the spelling in this paragraph, and repeat it in full:
@@ -36,6 +33,19 @@ Fix the spelling in this paragraph, and repeat it in full:
 Bees visit flowers to collect nectar and pollen. They carry the pollen from one flower to the next, and so the plants can make seeds. \
 Without bees, many plants could not make seeds, and many animals would loose their food. Farmers know this, so they plant wild flowers \
 at the edges of thier fields. In return, the bees help them to grow apples, pears and beans."""
+
+
+def named(name: str, model: Any, head: str | None) -> Drafter:
+    """The drafter of a name in `DRAFTERS`, for this target.
+
+    Raises:
+        ValueError: it would not use the head.
+    """
+    if name in HEADS:
+        return head_drafter(name, model, head)
+    if head is not None:
+        raise ValueError(f"--head: got {head}, which drafter {name} has no use for; leave it out, or choose one of {', '.join(HEADS)}")
+    return NGramDrafter() if name == "ngram" else NullDrafter()
 
 
 @dataclass(frozen=True)
@@ -55,12 +65,11 @@ class _Job:
     tokenizer: Any
     ids: list[int]
     options: dict[str, Any]
-    num_draft: int
+    planner: Planner
 
     def start(self, drafter: Drafter) -> Iterator[Round]:
         """The rounds to come; what makes no sense is said here."""
-        planner = FixedPlanner(self.num_draft)
-        return stream(self.model, [self.ids], drafter=drafter, planner=planner, tokenizer=self.tokenizer, **self.options)
+        return stream(self.model, [self.ids], drafter=drafter, planner=self.planner, tokenizer=self.tokenizer, **self.options)
 
     def run(self, drafter: Drafter) -> _Text:
         return _read(self.start(drafter), lambda tokens, drafted: None)
@@ -87,8 +96,9 @@ def _text_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", default="smollm2-135m", help="packaged model, local folder or hub name (default: %(default)s)")
     parser.add_argument("--max-new-tokens", type=count, default=128, metavar="N", help="(default: %(default)s)")
     parser.add_argument("--drafter", choices=DRAFTERS, default="ngram", help="what guesses (default: %(default)s)")
-    parser.add_argument("--head", default=PACKAGED_HEAD, metavar="NAME", help="of eagle3: folder or hub name (default: %(default)s)")
-    parser.add_argument("--num-draft", type=count, default=10, metavar="N", help="drafted tokens a round at most (default: %(default)s)")
+    parser.add_argument("--head", metavar="NAME", help=HEAD_HELP)
+    parser.add_argument("--num-draft", type=count, metavar="N",
+                        help=f"drafted tokens a round at most (default: 10; with {', '.join(HEADS)} as many as pay)")  # fmt: skip
     parser.add_argument("--dtype", choices=DTYPES, default="float32", help="of the weights (default: %(default)s)")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="(default here: %(default)s)")
 
@@ -139,12 +149,15 @@ def generate(args: argparse.Namespace) -> dict[str, Any]:
 def _decode(args: argparse.Namespace, *, chat: bool | None, options: dict[str, Any], compare: bool) -> dict[str, Any]:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     model, tokenizer = load(args.model, dtype=DTYPES[args.dtype], device=args.device)
-    job = _Job(model, tokenizer, _encode(tokenizer, prompt, chat), {**options, "max_new_tokens": args.max_new_tokens}, args.num_draft)
-    drafter = DRAFTERS[args.drafter](model, args.head)
+    adapts = args.num_draft is None and args.drafter in HEADS
+    planner = head_planner() if adapts else FixedPlanner(10 if args.num_draft is None else args.num_draft)
+    job = _Job(model, tokenizer, _encode(tokenizer, prompt, chat), {**options, "max_new_tokens": args.max_new_tokens}, planner)
+    drafter = named(args.drafter, model, args.head)
     if compare:  # the first pass over fresh weights is slower, and is no method's fault
         replace(job, options={"do_sample": False, "max_new_tokens": 2}).run(NullDrafter())
     rounds = job.start(drafter)
-    args.say(f"{args.model}, {args.dtype}, {args.device}; drafter {args.drafter}, up to {args.num_draft} tokens a round\n")
+    args.say(f"{args.model}, {args.dtype}, {args.device}; drafter {args.drafter}, "
+             f"{'as many tokens a round as pay' if adapts else f'up to {planner.nodes} tokens a round'}\n")  # fmt: skip
     flow, paint = TextFlow(tokenizer), Painter(args.say)
     text = _read(rounds, lambda tokens, drafted: paint(flow.push(tokens), drafted))
     paint(flow.flush(), False)

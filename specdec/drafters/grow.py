@@ -15,14 +15,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from itertools import accumulate
+from typing import cast
 
 from torch import Tensor
 
 from ..types import Budget, Int64, Kind
 from .dynamic import Ranking
-from .growth import KINDS, Growth, Place
-from .optimal import Path, best_choices, expected_tokens
+from .growth import KINDS, Growing, Growth, Place
+from .optimal import Acceptance, Path, best_choices, expected_tokens
 
 __all__ = [
     "Dynamic", "Grower", "Shape", "Static", "chain", "dynamic", "expected_tokens", "iid", "mixed", "optimal", "points", "static",
@@ -51,8 +52,8 @@ class Shape(ABC):
         """The same shape with points alone: the most likely tokens, as many as would be drawn."""
 
     @abstractmethod
-    def begin(self, pending: Int64[Tensor, " B"], budget: Budget) -> Any:
-        """A tree with nothing but its root: see `Growth`, whose attributes and methods it has."""
+    def begin(self, pending: Int64[Tensor, " B"], budget: Budget) -> Growing:
+        """A tree with nothing but its root."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +134,8 @@ class Static(Shape):
 
     def __post_init__(self) -> None:
         known = {(), *self.choices}
+        if not all(isinstance(rank, int) for path in self.choices for rank in path):
+            raise ValueError(f"choices: got {self.choices}; a path is made of whole numbers, the ranks of its nodes")
         for path in self.choices:
             below = [path[:-1]] + ([(*path[:-1], path[-1] - 1)] if self.letter == "w" and path and path[-1] else [])
             lost = [other for other in below if other not in known]
@@ -140,7 +143,10 @@ class Static(Shape):
                 raise ValueError(f"choices: {path} stands without {lost or 'a rank of at least 0'}; give every path that one begins with, "
                                  "and for draws without replacement every elder sibling")  # fmt: skip
         if self.letter not in ("p", "w") or list(self.choices) != sorted(known - {()}, key=lambda path: (len(path), path)):
-            raise ValueError(f"choices, letter: got {self.choices} and {self.letter!r}; use specdec.grow.static(choices, draw='p' or 'w')")
+            raise ValueError(
+                f"choices, draw: got {self.choices} and {self.letter!r}; allowed are the draws 'p' and 'w', and paths in the order that "
+                "specdec.grow.static puts them in"
+            )
 
     @property
     def draws(self) -> frozenset[Kind]:
@@ -193,8 +199,8 @@ class Dynamic(Shape):
     depth: int | None = None
 
     def __post_init__(self) -> None:
-        if self.width < 1 or (self.depth is not None and self.depth < 1):
-            raise ValueError(f"width, depth: got {self.width} and {self.depth}, allowed are numbers of at least 1")
+        if not all(isinstance(given, int) and given >= 1 for given in (self.width, 1 if self.depth is None else self.depth)):
+            raise ValueError(f"width, depth: got {self.width} and {self.depth}, allowed are whole numbers of at least 1")
 
     @property
     def draws(self) -> frozenset[Kind]:
@@ -258,12 +264,14 @@ def dynamic(width: int = 10, depth: int | None = None) -> Dynamic:
     return Dynamic(width, depth)
 
 
-def optimal(acceptance: Sequence[float], nodes: int, *, depth: int | None = None, draw: str = "p", draft_cost: float = 0.0,
+def optimal(acceptance: Acceptance, nodes: int, *, depth: int | None = None, draw: str = "p", draft_cost: float = 0.0,
             verify_cost: Callable[[int], float] | None = None) -> Static:  # fmt: skip
     """The static tree that promises the most tokens a round (Sequoia, Chen et al. 2024, section 4.1); with costs, the most for its time.
 
     Args:
-        acceptance: the chance that the text goes on with the child of rank 0, 1, ..., as `specdec.planning.by_rank` measures it.
+        acceptance: the chance that the text goes on with the child of rank 0, 1, ..., `specdec.planning.by_rank(rounds).rates`; or for
+            each depth such a list, `[one.rates for one in by_depth(rounds)]`, for drafters that get worse with depth (Cai et al. 2024,
+            section 2.3.3). Measure with trees in which every node has all its children.
         nodes: drafted tokens at most.
         depth: levels at most; as many as pay if left out.
         draw: as in `static`. Measure `acceptance` with the same.
@@ -273,4 +281,6 @@ def optimal(acceptance: Sequence[float], nodes: int, *, depth: int | None = None
     Raises:
         ValueError: a number is out of its range.
     """
+    if draw == "w" and acceptance and isinstance(acceptance[0], Sequence):  # an elder child is drawn first, however rarely it is right
+        acceptance = [list(accumulate(ranks, min)) for ranks in cast(Sequence[Sequence[float]], acceptance)]
     return static(best_choices(acceptance, nodes, depth, draft_cost, verify_cost), draw)

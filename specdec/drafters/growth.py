@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -13,9 +14,30 @@ from ..rng import Purpose, Source
 from ..tree import root_only
 from ..types import PAD, ROOT, Bool, DraftTree, Draws, Float, Int64, Kind, probabilities, sent
 
-__all__ = ["KINDS", "Growth", "Place", "drawable"]
+__all__ = ["KINDS", "Growing", "Growth", "Place", "drawable"]
 
 KINDS = {"p": Kind.POINT, "i": Kind.IID, "w": Kind.WITHOUT_REPLACEMENT, "r": Kind.IID}
+
+
+@runtime_checkable
+class Growing(Protocol):
+    """A tree on its way, see `Growth`."""
+
+    @property
+    def more(self) -> bool: ...
+    @property
+    def height(self) -> int: ...
+    @property
+    def last(self) -> slice: ...
+    @property
+    def tokens(self) -> Int64[Tensor, "B N"]: ...
+    @property
+    def parents(self) -> Int64[Tensor, "B N"]: ...
+    def likelihood(self) -> Float[Tensor, "B P"]: ...
+    def level(self, laws: Float[Tensor, "B P V"], source: Source, open: Bool[Tensor, "B P"] | None = None,
+              other: Float[Tensor, "B P V"] | None = None, floor: float = 0.0,
+              ids: Int64[Tensor, " V"] | None = None) -> None: ...  # fmt: skip
+    def tree(self) -> DraftTree: ...
 
 
 @dataclass(frozen=True)

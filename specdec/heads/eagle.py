@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
-from ..types import Bool, Float, Int64, TargetFacts
+from ..types import Float, Int64
+from .pairs import LayerHead, Output
+from .parts import MLP, Attention, Norm, after_attention, check_layer, check_vocabulary
 
-__all__ = ["EagleConfig", "EagleHead", "attend", "fits"]
+__all__ = ["EagleConfig", "EagleHead", "usual_layers"]
 
 
 @dataclass(frozen=True)
@@ -60,25 +60,29 @@ class EagleConfig:
                 f"hidden_size, draft_vocab_size: got {self.hidden_size} and {self.draft_vocab_size}; a head of version 1 shares "
                 f"the target's output head, so they must be the target's {self.target_hidden_size} and {self.vocab_size}"
             )
-        if self.num_heads % self.num_kv_heads or self.head_dim % 2:
-            raise ValueError(f"num_heads, num_kv_heads, head_dim: got {self.num_heads}, {self.num_kv_heads}, {self.head_dim}; the first "
-                             "must be a multiple of the second, and the last even")  # fmt: skip
-        kind = (self.rope_scaling or {}).get("rope_type", (self.rope_scaling or {}).get("type", "default"))
-        if kind not in ("default", "linear", "llama3"):
-            raise ValueError(f"rope_scaling: got type {kind!r}; allowed are 'default', 'linear' and 'llama3'")
+        if not self.layers or len(set(self.layers)) < len(self.layers):
+            raise ValueError(f"layers: got {self.layers}; allowed are different input boundaries of the target's layers")
+        check_vocabulary(self.draft_vocab_size, self.vocab_size)
+        check_layer(self)
+
+    @property
+    def normed(self) -> bool:
+        """See `specdec.heads.HeadConfig`."""
+        return self.version == 1
+
+    @property
+    def shared(self) -> bool:
+        """See `specdec.heads.HeadConfig`."""
+        return self.version == 1
 
 
-class EagleHead(nn.Module):
-    """Reads pairs of a token and the target's features of the token before it; says which token comes next.
+class EagleHead(LayerHead):
+    """One decoder layer over pairs (Li et al. 2024, arXiv 2401.15077; 2025, arXiv 2503.01840).
 
-    The pair at position t is (token t + 1, feature t). What the layer says of it takes the place of the next feature where the target's own
-    is not known yet (Li et al. 2024, arXiv 2401.15077; 2025, arXiv 2503.01840).
-
-    Parameters bear the names of the published checkpoints, but for the one layer, which is `layer` here. `offsets[i] + i` is the target's
-    id of draft token i.
+    Parameters bear the names of the published checkpoints, but for the one layer, which is `layer` here.
     """
 
-    offsets: Tensor
+    config: EagleConfig
 
     def __init__(self, config: EagleConfig) -> None:
         super().__init__()
@@ -87,23 +91,18 @@ class EagleHead(nn.Module):
         self.fc = nn.Linear(2 * c.hidden_size if first else len(c.layers) * c.target_hidden_size, c.hidden_size, bias=c.bias)
         self.layer = _Layer(c)
         if c.norm_before_fc:
-            self.input_norm = _Norm(len(c.layers) * c.target_hidden_size, c.rms_norm_eps)
+            self.input_norm = Norm(len(c.layers) * c.target_hidden_size, c.rms_norm_eps)
         if c.fc_norm:
-            self.fc_norm = nn.ModuleList(_Norm(c.target_hidden_size, c.rms_norm_eps) for _ in c.layers)
+            self.fc_norm = nn.ModuleList(Norm(c.target_hidden_size, c.rms_norm_eps) for _ in c.layers)
         if not first:
-            self.norm = _Norm(c.hidden_size, c.rms_norm_eps)
+            self.norm = Norm(c.hidden_size, c.rms_norm_eps)
             self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
         if c.own_embedding:
             self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
         self.register_buffer("offsets", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
 
-    @property
-    def ids(self) -> Int64[Tensor, " Vd"]:
-        """The target's id of each token that can be drafted."""
-        return self.offsets + torch.arange(len(self.offsets), device=self.offsets.device)
-
     def fuse(self, features: Float[Tensor, "*rows F"]) -> Float[Tensor, "*rows d"]:
-        """The target's features, in the width of the head."""
+        """See `PairHead`."""
         c = self.config
         if c.version == 1:
             return features
@@ -116,7 +115,7 @@ class EagleHead(nn.Module):
 
     def project(self, embedded: Float[Tensor, "B T d"], hidden: Float[Tensor, "B T d"],
                 positions: Int64[Tensor, "B T"]) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-        """What the attention needs: the residual `[B, T, d]`, queries `[B, H, T, D]`, keys and values `[B, Hkv, T, D]`, rotated."""
+        """See `LayerHead`."""
         c, layer = self.config, self.layer
         if c.version == 1:
             inputs = residual = self.fc(torch.cat([embedded, hidden], -1))
@@ -124,90 +123,44 @@ class EagleHead(nn.Module):
             normed = layer.hidden_norm(hidden)
             residual = normed if c.norm_before_residual else hidden
             inputs = torch.cat([layer.input_layernorm(embedded), normed], -1)
-        query, key, value = (
-            part(inputs).unflatten(-1, (-1, c.head_dim)).transpose(1, 2)
-            for part in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj)
-        )
-        turn = _angles(c, positions)
-        return residual, _rotate(query, turn), _rotate(key, turn), value
+        return residual, *layer.self_attn.project(c, inputs, positions)
 
     def finish(self, residual: Float[Tensor, "B T d"], attended: Float[Tensor, "B H T D"]) -> Float[Tensor, "B T d"]:
-        """What the layer says, given what the attention found: the hidden state that the next step reads."""
-        hidden = residual + self.layer.self_attn.o_proj(attended.transpose(1, 2).flatten(2))
-        hidden = hidden + self.layer.mlp(self.layer.post_attention_layernorm(hidden))
+        """See `LayerHead`."""
+        hidden = after_attention(self.layer, residual, attended)
         return self.norm(hidden) if self.config.norm_output else hidden
 
+    def rank(self, hidden: Float[Tensor, "*rows d"], output: Output) -> Float[Tensor, "*rows Vd"]:
+        """See `PairHead`."""
+        return (output if self.config.shared else self.lm_head)(self.final(hidden))
+
     def final(self, hidden: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows d"]:
-        """What the output head reads."""
+        """See `LayerHead`."""
         return hidden if self.config.version == 1 or self.config.norm_output else self.norm(hidden)
 
 
-class _Norm(nn.RMSNorm):
-    """In the precision of its weight, which is finer than that of its input while a head is trained in bfloat16."""
+def usual_layers(count: int | None) -> tuple[int, int, int]:
+    """Which hidden states an EAGLE-3 head reads unless told otherwise.
 
-    def forward(self, x: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows d"]:
-        return super().forward(x.to(self.weight.dtype))
+    Args:
+        count: of the target's layers.
 
-
-class _Attention(nn.Module):
-    def __init__(self, c: EagleConfig) -> None:
-        super().__init__()
-        width, heads, pairs = c.hidden_size * (1 if c.version == 1 else 2), c.num_heads * c.head_dim, c.num_kv_heads * c.head_dim
-        self.q_proj, self.k_proj, self.v_proj = (nn.Linear(width, outputs, bias=False) for outputs in (heads, pairs, pairs))
-        self.o_proj = nn.Linear(heads, c.hidden_size, bias=False)
-
-
-class _MLP(nn.Module):
-    def __init__(self, c: EagleConfig) -> None:
-        super().__init__()
-        self.gate_proj, self.up_proj = (nn.Linear(c.hidden_size, c.intermediate_size, bias=False) for _ in range(2))
-        self.down_proj = nn.Linear(c.intermediate_size, c.hidden_size, bias=False)
-
-    def forward(self, x: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows d"]:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+    Raises:
+        ValueError: they are too few for that, or not known.
+    """
+    if count is None:
+        raise ValueError("layers: not given, and the target's facts have no num_layers; name them")
+    layers = (2, count // 2, count - 3)
+    if not layers[0] < layers[1] < layers[2]:
+        raise ValueError(f"layers: not given, and the usual ones, {layers}, are not three rising ones of a target of {count}; name them")
+    return layers
 
 
 class _Layer(nn.Module):
     def __init__(self, c: EagleConfig) -> None:
         super().__init__()
         if c.version == 3:
-            self.input_layernorm = _Norm(c.hidden_size, c.rms_norm_eps)
-            self.hidden_norm = _Norm(c.hidden_size, c.rms_norm_eps)
-        self.self_attn, self.mlp = _Attention(c), _MLP(c)
-        self.post_attention_layernorm = _Norm(c.hidden_size, c.rms_norm_eps)
-
-
-def _angles(c: EagleConfig, positions: Int64[Tensor, "B T"]) -> Float[Tensor, "B 1 T half"]:
-    rate = 1.0 / c.rope_theta ** (torch.arange(0, c.head_dim, 2, device=positions.device, dtype=torch.float32) / c.head_dim)
-    scaling = c.rope_scaling or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "linear":
-        rate = rate / scaling["factor"]
-    elif kind == "llama3":  # slow ones are stretched, quick ones stay, and between the two it is blended
-        turns = scaling["original_max_position_embeddings"] * rate / (2 * math.pi)
-        low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-        blend = ((turns - low) / (high - low)).clamp(0, 1)
-        rate = (1 - blend) * rate / scaling["factor"] + blend * rate
-    return positions[:, None, :, None] * rate
-
-
-def _rotate(x: Float[Tensor, "B H T D"], turn: Float[Tensor, "B 1 T half"]) -> Float[Tensor, "B H T D"]:
-    a, b = x.float().chunk(2, -1) if x.dtype != torch.float64 else x.chunk(2, -1)
-    cos, sin = turn.cos(), turn.sin()
-    return torch.cat([a * cos - b * sin, b * cos + a * sin], -1).to(x.dtype)
-
-
-def attend(query: Float[Tensor, "B H T D"], key: Float[Tensor, "B Hkv S D"], value: Float[Tensor, "B Hkv S D"],
-           mask: Bool[Tensor, "B 1 T S"]) -> Float[Tensor, "B H T D"]:  # fmt: skip
-    """Grouped-query attention under a mask."""
-    return cast(Tensor, F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=True))
-
-
-def fits(config: EagleConfig, facts: TargetFacts) -> None:
-    """ValueError if a head like this was made for another target than these are the facts of."""
-    pairs = [("hidden_size", config.target_hidden_size, facts.hidden_size), ("vocab_size", config.vocab_size, facts.vocab_size)]
-    for name, mine, theirs in pairs:
-        if theirs is not None and mine != theirs:
-            raise ValueError(f"head: its target has {name} {mine}, this one {theirs}: it was trained for another target")
-    if facts.num_layers is not None and not all(0 <= layer <= facts.num_layers for layer in config.layers):
-        raise ValueError(f"head: it reads layers {config.layers}; this target has the input boundaries 0 to {facts.num_layers}")
+            self.input_layernorm = Norm(c.hidden_size, c.rms_norm_eps)
+            self.hidden_norm = Norm(c.hidden_size, c.rms_norm_eps)
+        self.self_attn, self.mlp = Attention(c, c.hidden_size * (1 if c.version == 1 else 2)), MLP(c)
+        self.post_attention_layernorm = Norm(c.hidden_size, c.rms_norm_eps)

@@ -1,4 +1,4 @@
-"""Hugging Face decoder-only models as targets. No other file knows transformers' internals.
+"""Hugging Face decoder-only models as targets. No other file but mtp.py knows transformers' internals.
 
 A model is taken as it is: nothing in it is switched, replaced or left behind. Whether it can be used is read from its structure, not
 from a list of names: a tree pass needs positions given by the caller, a mask of any shape, and keys and values in every layer that can
@@ -20,7 +20,9 @@ from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, eager_mask, sdpa_mask
 
 from ..cache import FullCache, Lent, causal_target, copy_cache
+from ..heads import PairHead
 from ..types import Bool, Float, Int64, TargetFacts
+from .mtp import read_module
 from .view import RowLinear, view
 
 __all__ = ["HFTarget"]
@@ -95,9 +97,16 @@ class HFTarget:
         norms = [child for child in decoder.children() if "norm" in type(child).__name__.lower()]
         if not self._layers or len(norms) != 1:
             raise ValueError(f"model: the layers or the final norm of {type(self._model).__name__} could not be found")
+        width = cast(Tensor, embed.weight).shape[-1]
+        if width != self._facts.hidden_size:
+            raise ValueError(f"model: its embedding is {width} wide and its layers {self._facts.hidden_size}: a head could not use it")
         layer = {name: weight.detach() for name, weight in self._layers[-1].named_parameters()}
         config = {**self._text.to_dict(), "head_dim": getattr(self._text, "head_dim", None)}
         return Lent(embed, norms[0], cast(nn.Module, head), layer, config)
+
+    def multi_token(self) -> PairHead:
+        """See `specdec.drafters.mtp.MultiToken`: the module is read from the checkpoint that the model came from, see `read_module`."""
+        return read_module(self._model, self._facts.device)
 
     def forward(self, tokens: Int64[Tensor, "B T"], positions: Int64[Tensor, "B T"], mask: Bool[Tensor, "B 1 T slots"] | None,
                 cache: FullCache, *, logits: bool, layers: tuple[int, ...] = ()) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip

@@ -2,6 +2,6 @@
 
 from .adaptive import AdaptivePlanner
 from .planner import FixedPlanner
-from .rates import Rates, by_rank
+from .rates import Rates, by_depth, by_rank
 
-__all__ = ["AdaptivePlanner", "FixedPlanner", "Rates", "by_rank"]
+__all__ = ["AdaptivePlanner", "FixedPlanner", "Rates", "by_depth", "by_rank"]

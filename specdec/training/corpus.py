@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import random
+import zlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -89,7 +91,10 @@ class Corpus:
 
 
 def _load(path: Path) -> Shard:
-    held = load_file(path)
+    try:
+        held = load_file(path)
+    except SafetensorError as error:
+        raise ValueError(f"data: {path} can't be read ({error}); remove it, and the shards behind it") from error
     return Shard(held["tokens"].long(), held["own"])
 
 
@@ -98,40 +103,47 @@ def corpus_shards(corpora: Sequence[Corpus]) -> tuple[list[Callable[[], Shard]],
     paths = [path for corpus in corpora for path in corpus.paths]
     sizes = []
     for path in paths:
-        with safe_open(path, "pt") as file:
-            rows, length = file.get_slice("tokens").get_shape()
+        try:
+            with safe_open(path, "pt") as file:
+                rows, length = file.get_slice("tokens").get_shape()
+        except SafetensorError as error:
+            raise ValueError(f"data: {path} can't be read ({error}); remove it, and the shards behind it") from error
         sizes.append((rows, length))
     return [partial(_load, path) for path in paths], sizes
 
 
 def write_corpus(target: CausalTarget, template: Template, folder: str | Path, wanted: Wanted, prompts: Sequence[Sequence[str]] = (),
-                 show: Callable[[int], None] = lambda tokens: None) -> Corpus:  # fmt: skip
+                 show: Callable[[int], None] = lambda tokens: None, source: str = "") -> Corpus:  # fmt: skip
     """Write what is wanting; a folder that was begun is gone on with, and is in the end as if it had been written at once.
 
     Args:
         prompts: the user's turns of each dialogue. Left out, the target writes them too.
         show: told how many tokens are new.
+        source: name of the target, so that no other one goes on with its folder.
 
     Raises:
         ValueError: the folder holds what was written otherwise.
     """
     corpus, card = Corpus(folder), Path(folder) / "wanted.json"
-    asked = {**asdict(wanted), "prompts": len(prompts)}
+    longest = target.facts.max_positions or wanted.long_length
+    wanted = replace(wanted, length=min(wanted.length, longest), long_length=min(wanted.long_length, longest))
+    words = [[template.encode(turn) for turn in turns] for turns in prompts]
+    given = zlib.crc32(json.dumps([words, list(template.answer), list(template.again)]).encode())
+    asked = {**asdict(wanted), "prompts": len(prompts), "source": source, "words": given}
     asked.pop("tokens")  # more of the same may be added later
-    if card.exists() and json.loads(card.read_text()) != asked:
-        raise ValueError(f"folder: {folder} was begun with {json.loads(card.read_text())}, now it is {asked}; give an empty folder")
+    _check_card(card, asked)
     corpus.folder.mkdir(parents=True, exist_ok=True)
     card.with_suffix(".part").write_text(json.dumps(asked))
     os.replace(card.with_suffix(".part"), card)
     passages = [words for shard in corpus for words in shard.passages()]
-    total, given = corpus.tokens, _by_length(template, prompts, wanted)
+    total, groups = corpus.tokens, _by_length(words, wanted)
     show(total)
-    while total < wanted.tokens and (not prompts or len(corpus.paths) < len(given)):
+    while total < wanted.tokens and (not prompts or len(corpus.paths) < len(groups)):
         number = len(corpus.paths)
         rng = random.Random(f"{wanted.seed}:{number}")
         if prompts:
-            scripts, length = [dialogue(template, turns, (), temperature=0.0, answer=128, question=48) for turns in given[number]], 0
-            length = min(wanted.long_length, 160 + max(sum(map(len, turns)) for turns in given[number]))
+            scripts, length = [dialogue(template, turns, (), temperature=0.0, answer=128, question=48) for turns in groups[number]], 0
+            length = min(wanted.long_length, 160 + max(sum(map(len, turns)) for turns in groups[number]))
         else:
             scripts, length = _task(template, rng, passages, number, wanted)
         shard = Shard(*write(target, scripts, length, template.end, rng.getrandbits(62), show))
@@ -148,7 +160,20 @@ def _task(template: Template, rng: random.Random, passages: Sequence[Words], num
     return [short(template, rng, passages) for _ in range(wanted.rows)], wanted.length
 
 
-def _by_length(template: Template, prompts: Sequence[Sequence[str]], wanted: Wanted) -> list[list[list[list[int]]]]:
+def _check_card(card: Path, asked: dict[str, Any]) -> None:
+    """ValueError unless the folder was begun with the same."""
+    if not card.exists():
+        return
+    try:
+        before = json.loads(card.read_text())
+    except ValueError as error:
+        raise ValueError(f"folder: {card} can't be read ({error}); give an empty folder") from error
+    if before != asked:
+        differ = {name: (before.get(name), value) for name, value in asked.items() if before.get(name) != value}
+        raise ValueError(f"folder: {card.parent} was begun otherwise (then, now): {differ}; give an empty folder")
+
+
+def _by_length(words: list[list[list[int]]], wanted: Wanted) -> list[list[list[list[int]]]]:
     """The prompts' tokens, those of about one length in one shard."""
-    turns = sorted(([template.encode(turn) for turn in turns] for turns in prompts), key=lambda turns: sum(map(len, turns)))
+    turns = sorted(words, key=lambda turns: sum(map(len, turns)))
     return [turns[i : i + wanted.rows] for i in range(0, len(turns), wanted.rows)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -24,21 +25,20 @@ __all__ = ["Progress", "Recipe", "fit"]
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a head is fitted.
+    """How a learner is fitted. AdamW's betas are (.9, .95), and gradients are cut to a norm of .5.
 
     Args:
         passes: over all dialogues.
         batch_tokens: about so many tokens a step.
-        steps: how far a draft is unrolled.
         rate: of learning; it rises over the first `warmup` steps, holds, and falls to zero over the last `falling` of all.
         held_out: of the rows of each shard, at least one; the head is assessed by them and never sees them.
         window: shards that are shuffled among each other.
-        keep_every: optimisation steps between two savings of where it stands.
+        keep_every: optimisation steps between two assessments, at each of which it is saved where the run stands.
+        keep_seconds: it is saved in between as well, where it has not been for so long.
     """
 
     passes: int = 1
     batch_tokens: int = 2048
-    steps: int = 3
     rate: float = 1e-3
     warmup: int = 50
     falling: float = 0.4
@@ -46,6 +46,7 @@ class Recipe:
     held_out: float = 0.02
     window: int = 4
     keep_every: int = 100
+    keep_seconds: float = 120.0
 
 
 @dataclass(frozen=True)
@@ -72,21 +73,26 @@ class _Batch:
 def fit(lesson: Lesson, reader: Reader, shards: Sequence[Callable[[], Shard]], sizes: Sequence[tuple[int, int]], recipe: Recipe,
         folder: Path, show: Callable[[Progress], None] = lambda progress: None,
         accelerator: Accelerator | None = None) -> Progress:  # fmt: skip
-    """Fit the lesson's head in place. A run that was killed is gone on with, and ends with the same weights.
+    """Fit the lesson's learner in place. A run that was killed is gone on with, and ends with the same weights.
 
     Args:
         shards: how to get each; one that is not written yet may be waited for.
         sizes: rows and tokens of a row of each.
         folder: where it is kept how far the run is.
         accelerator: spreads the rows of a batch over its processes.
+
+    Raises:
+        ValueError: the folder holds another run: of another learner, target or recipe, or on other shards; or a damaged one.
     """
     accelerator = accelerator or Accelerator()
     plan = _plan(sizes, recipe)
     optimizer = torch.optim.AdamW(lesson.learner.parameters(), lr=recipe.rate, betas=(0.9, 0.95), weight_decay=0.0)
-    progress = _restore(folder / "state.safetensors", lesson, optimizer, recipe) or Progress(0, len(plan), 0, float("nan"), ())
+    about = {"recipe": {**asdict(recipe), "keep_seconds": None}, "lesson": lesson.about(), "shards": [list(size) for size in sizes]}
+    progress = _restore(folder / "state.safetensors", lesson, optimizer, about) or Progress(0, len(plan), 0, float("nan"), ())
     wrapped, optimizer = accelerator.prepare(lesson, optimizer)
     held: dict[int, Shard] = {}
     losses: list[float] = []
+    saved = time.monotonic()
     for number, batch in list(enumerate(plan))[progress.step :]:
         first = batch.shard - batch.shard % recipe.window
         if batch.shard not in held:
@@ -94,7 +100,7 @@ def fit(lesson: Lesson, reader: Reader, shards: Sequence[Callable[[], Shard]], s
         shard = held[batch.shard]
         share = batch.rows[accelerator.process_index :: accelerator.num_processes]
         rows = share or batch.rows[:1]  # a process without a row takes part all the same, for nothing
-        seen = reader(shard.tokens[list(rows)], shard.own[list(rows)], (batch.shard, *rows))
+        seen = reader(shard.tokens[list(rows)], shard.own[list(rows)], [(batch.shard, row) for row in rows])
         weight = max(1.0, float(shard.own[list(batch.rows)].sum())) * lesson.weight
         for group in optimizer.param_groups:
             group["lr"] = recipe.rate * _height(number, len(plan), recipe)
@@ -111,8 +117,12 @@ def fit(lesson: Lesson, reader: Reader, shards: Sequence[Callable[[], Shard]], s
             with accelerator.autocast():
                 progress = replace(progress, accepted=assess(lesson, reader, held, recipe))
             if accelerator.is_main_process:
-                _keep(folder, lesson, optimizer, recipe, progress)
+                _keep(folder, lesson, optimizer, about, progress)
             accelerator.wait_for_everyone()
+            saved = time.monotonic()
+        elif accelerator.is_main_process and time.monotonic() - saved > recipe.keep_seconds:
+            _keep(folder, lesson, optimizer, about, progress)
+            saved = time.monotonic()
         show(progress)
     return progress
 
@@ -123,7 +133,9 @@ def assess(lesson: Lesson, reader: Reader, shards: Mapping[int, Shard], recipe: 
     for number, shard in shards.items():
         rows = len(shard.tokens)
         chosen = list(range(rows - _left_out(rows, recipe), rows))
-        seen = reader(shard.tokens[chosen], shard.own[chosen], (number, *chosen))
+        if not chosen:
+            continue
+        seen = reader(shard.tokens[chosen], shard.own[chosen], [(number, row) for row in chosen])
         counts = lesson.agreement(seen, reader.best(seen))
         found = [[a + x, b + y] for (a, b), (x, y) in zip(found, counts, strict=True)]
     return tuple(hit / max(1, asked) for hit, asked in found)
@@ -153,7 +165,7 @@ def _height(step: int, total: int, recipe: Recipe) -> float:
     return min(1.0, (step + 1) / max(1, recipe.warmup), (total - step) / fall)
 
 
-def _keep(folder: Path, lesson: Lesson, optimizer: Any, recipe: Recipe, progress: Progress) -> None:
+def _keep(folder: Path, lesson: Lesson, optimizer: Any, about: Mapping[str, Any], progress: Progress) -> None:
     """Where the run stands, in one file that is there whole or not at all."""
     names = [name for name, _ in lesson.learner.named_parameters()]
     held: dict[str, Tensor] = {f"learner.{name}": weight.detach() for name, weight in lesson.learner.named_parameters()}
@@ -162,27 +174,36 @@ def _keep(folder: Path, lesson: Lesson, optimizer: Any, recipe: Recipe, progress
     held = {name: value.contiguous().cpu() for name, value in held.items()}
     folder.mkdir(parents=True, exist_ok=True)
     part = folder / "state.part"
-    save_file(held, part, {"progress": json.dumps(asdict(progress)), "recipe": json.dumps(asdict(recipe))})
+    save_file(held, part, {"progress": json.dumps(asdict(progress)), "about": json.dumps(about)})
     os.replace(part, folder / "state.safetensors")
 
 
-def _restore(path: Path, lesson: Lesson, optimizer: torch.optim.Optimizer, recipe: Recipe) -> Progress | None:
+def _differences(name: str, then: Any, now: Any) -> list[str]:
+    if isinstance(then, dict) and isinstance(now, dict):
+        return [text for key in {**then, **now} for text in _differences(f"{name}.{key}", then.get(key), now.get(key))]
+    return [] if then == now else [f"{name} was {then}, is now {now}"]
+
+
+def _restore(path: Path, lesson: Lesson, optimizer: torch.optim.Optimizer, about: Mapping[str, Any]) -> Progress | None:
     """How far the run was, the learner and the optimiser having been put where they were."""
     if not path.exists():
         return None
-    with safe_open(path, "pt") as file:
-        told = cast(dict, file.metadata())
-    if json.loads(told["recipe"]) != asdict(recipe):
-        raise ValueError(f"folder: {path} was begun with {told['recipe']}, now it is {json.dumps(asdict(recipe))}; give an empty folder")
-    held = load_file(path)
-    shapes = {f"learner.{name}": weight.shape for name, weight in lesson.learner.named_parameters()}
-    differ = sorted(name for name, shape in shapes.items() if name not in held or held[name].shape != shape)
-    if differ:
-        raise ValueError(f"folder: {path} was begun with another learner: {', '.join(differ[:5])} differ; give an empty folder")
+    try:
+        with safe_open(path, "pt") as file:
+            told = cast(dict, file.metadata())
+        held = load_file(path)
+        then, found = json.loads(told["about"]), json.loads(told["progress"])
+    except (SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"folder: {path} can't be read ({error}); remove it to begin anew") from error
+    now = json.loads(json.dumps(about))
+    if then != now:
+        differ = [text for part in now for text in _differences(part, then.get(part), now[part])]
+        raise ValueError(f"folder: {path.parent} holds another run ({'; '.join(differ)[:2000]}); give an empty folder")
     with torch.no_grad():
         for name, weight in lesson.learner.named_parameters():
             weight.copy_(held[f"learner.{name}"])
-            keys = [key for key in held if key.endswith("." + name) and not key.startswith("learner.")]
-            optimizer.state[weight] = {key[: -len(name) - 1]: held[key].to(weight.device if "exp" in key else "cpu") for key in keys}
-    found = json.loads(told["progress"])
+            kinds = [kind for kind, _, of in (key.partition(".") for key in held) if of == name and kind != "learner"]
+            optimizer.state[weight] = {
+                kind: held[f"{kind}.{name}"].to(weight.device if "exp" in kind else "cpu") for kind in kinds
+            }  # fmt: skip
     return Progress(**{**found, "accepted": tuple(found["accepted"])})

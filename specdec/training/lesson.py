@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import zlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from ..cache import CausalTarget, Lent, read
-from ..heads.eagle import EagleConfig, EagleHead
-from ..types import Bool, Float, Int64, TargetFacts
+from ..types import Bool, Float, Int64
 from .objective import distilled, unrolled
 
-__all__ = ["HeadLesson", "Lesson", "Reader", "Seen", "fresh_head", "frequent"]
+__all__ = ["HeadLesson", "Lesson", "MedusaLesson", "PairLesson", "Reader", "Seen", "frequent"]
 
 
 @dataclass(frozen=True)
@@ -45,12 +46,13 @@ class Reader:
 
     def __init__(self, target: CausalTarget, lent: Lent, layers: tuple[int, ...], room: int = 0) -> None:
         self._target, self._lent, self._layers, self._room = target, lent, layers, room
-        self._kept: dict[tuple[int, ...], Seen] = {}
+        self._kept: dict[Hashable, Seen] = {}
 
-    def __call__(self, tokens: Int64[Tensor, "B T"], own: Bool[Tensor, "B T"], name: tuple[int, ...] = ()) -> Seen:
-        """Read these dialogues; `name` is theirs, by which they are known again."""
-        if name in self._kept:
-            return self._kept[name]
+    def __call__(self, tokens: Int64[Tensor, "B T"], own: Bool[Tensor, "B T"], names: Sequence[Hashable] = ()) -> Seen:
+        """Read these dialogues; `names` are theirs, by which they are known again."""
+        if names and all(name in self._kept for name in names):
+            rows = [vars(self._kept[name]) for name in names]
+            return Seen(**{part: torch.cat([row[part] for row in rows]) for part in rows[0]})
         facts, (batch, width) = self._target.facts, tokens.shape
         last = cast(int, facts.num_layers)
         tokens = tokens.to(facts.device)
@@ -62,9 +64,10 @@ class Reader:
             )
             final = self._lent.norm(final)
             seen = Seen(tokens, own.to(facts.device), self._lent.embed(tokens), features.contiguous(), final)
-        if name and seen.size <= self._room:
-            self._room -= seen.size
-            self._kept[name] = seen
+        for number, name in enumerate(names):
+            if name not in self._kept and seen.size // batch <= self._room:
+                self._room -= seen.size // batch
+                self._kept[name] = Seen(**{part: value[number : number + 1].clone() for part, value in vars(seen).items()})
         return seen
 
     def best(self, seen: Seen) -> Int64[Tensor, "B T"]:
@@ -82,9 +85,15 @@ class Lesson(nn.Module, ABC):
         weight: how much one position counts, all its steps together.
     """
 
+    learner: Any
+
     def __init__(self, learner: nn.Module, steps: int, weight: float) -> None:
         super().__init__()
         self.learner, self.steps, self.weight = learner, steps, weight
+
+    @abstractmethod
+    def about(self) -> dict[str, Any]:
+        """What has to be the same for a run that is gone on with, as JSON has it: what the learner is, and who teaches it."""
 
     @abstractmethod
     def forward(self, seen: Seen) -> Float[Tensor, ""]:
@@ -97,87 +106,88 @@ class Lesson(nn.Module, ABC):
 
 
 class HeadLesson(Lesson):
-    """An EAGLE-3 head learns the target's law at every depth of a draft.
+    """A head learns the target's law at every depth of a draft.
 
     Args:
-        head: of version 3.
-        rows: of the target's output head, those of the draft vocabulary.
-        steps: how far a draft is unrolled.
+        head: with `ids`, the target's id of each token that it drafts.
+        rows: of the target's output head those of these tokens, see `specdec.cache.output_rows`.
+        steps: how far a draft is looked at.
         fading: the weight of a step against the one before.
     """
 
     rows: Tensor
     reach: Tensor
 
-    def __init__(self, head: EagleHead, rows: Float[Tensor, "Vd D"], steps: int, fading: float = 0.8) -> None:
+    def __init__(self, head: Any, rows: Float[Tensor, "Vd D"], steps: int, fading: float = 0.8) -> None:
         super().__init__(head, steps, sum(fading**step for step in range(steps)))
-        self.head, self.fading = head, fading
+        self.fading = fading
         reach = torch.zeros(head.config.vocab_size, dtype=torch.bool, device=head.offsets.device)
         reach[head.ids] = True
         self.register_buffer("rows", rows.detach().clone(), persistent=False)
         self.register_buffer("reach", reach, persistent=False)
 
+    @abstractmethod
+    def said(self, seen: Seen) -> list[Float[Tensor, "B t d"]]:
+        """What the output head reads at each step, at all positions at once: for step i `[B, T - 2 - i, d]`, of which row t speaks of token
+        t + 2 + i."""
+
+    @abstractmethod
+    def output(self, step: int) -> Float[Tensor, "Vd d"]:
+        """The output head of a step."""
+
+    def about(self) -> dict[str, Any]:
+        return {
+            "head": asdict(self.learner.config), "ids": fingerprint(self.learner.ids), "teacher": fingerprint(self.rows),
+            "steps": self.steps, "fading": self.fading,
+        }  # fmt: skip
+
     def forward(self, seen: Seen) -> Float[Tensor, ""]:
         """Words that the head can't draft are left out."""
         loss, wanted = seen.final.new_zeros((), dtype=torch.float32), seen.own & self.reach[seen.tokens]
-        for step, hidden in enumerate(unrolled(self.head, seen.embedded, seen.features, self.steps)):
+        for step, hidden in enumerate(self.said(seen)):
             weight = self.fading**step * wanted[:, 2 + step :].flatten()
             truth = seen.final[:, 1 + step : -1].flatten(0, 1)
-            loss = loss + distilled(hidden.flatten(0, 1), self.head.lm_head.weight, truth, self.rows, weight.float())
+            loss = loss + distilled(hidden.flatten(0, 1), self.output(step), truth, self.rows, weight.float())
         return loss
 
     def agreement(self, seen: Seen, best: Int64[Tensor, "B T"]) -> list[tuple[int, int]]:
-        found, asked = [], seen.own[:, 2:]
+        found, asked, ids = [], seen.own[:, 2:], self.learner.ids
         with torch.no_grad():
-            for step, hidden in enumerate(unrolled(self.head, seen.embedded, seen.features, self.steps)):
-                width = hidden.shape[1]
-                guess = torch.cat([self.head.ids[self.head.lm_head(part).argmax(-1)] for part in hidden.split(64, 1)], 1)
-                agreed = asked[:, :width] & (guess == best[:, 1 + step : 1 + step + width])
-                found.append((int(agreed.sum()), int(asked[:, :width].sum())))
+            for step, hidden in enumerate(self.said(seen)):
+                width, output = hidden.shape[1], self.output(step)
+                guess = torch.cat([ids[F.linear(part.to(output), output).argmax(-1)] for part in hidden.split(64, 1)], 1)
+                asked = asked[:, :width] & seen.own[:, 2 + step :]
+                agreed = asked & (guess == best[:, 1 + step : 1 + step + width])
+                found.append((int(agreed.sum()), int(asked.sum())))
                 asked = agreed
         return found
 
 
-def fresh_head(lent: Lent, facts: TargetFacts, layers: tuple[int, ...], ids: Int64[Tensor, " Vd"]) -> EagleHead:
-    """An EAGLE-3 head that begins as the target's last layer and output head, in float32.
+class PairLesson(HeadLesson):
+    """For EAGLE-3 and multi-token prediction: at each step of a draft the head reads what it said itself."""
 
-    The layer reads the highest of the features as if it were its own input; what it will make of the token beside it is still open (zero).
-    It gets a key head for each query head, for the token reaches the rest of the layer through keys and values alone.
+    def said(self, seen: Seen) -> list[Float[Tensor, "B t d"]]:
+        features = seen.final if self.learner.config.normed else seen.features
+        return unrolled(self.learner, seen.embedded, features, self.steps)
 
-    Args:
-        ids: the target's ids of the draft vocabulary, rising.
-    """
-    told, width = lent.config, cast(int, facts.hidden_size)
-    heads = told["num_attention_heads"]
-    size = told.get("head_dim") or width // heads
-    rope = told.get("rope_parameters") or {}
-    scaling = {key: value for key, value in rope.items() if key != "rope_theta"} if rope.get("rope_type") in ("linear", "llama3") else None
-    config = EagleConfig(
-        version=3, layers=layers, hidden_size=width, target_hidden_size=width, intermediate_size=told["intermediate_size"], num_heads=heads,
-        num_kv_heads=heads, head_dim=size, vocab_size=facts.vocab_size, draft_vocab_size=len(ids), rms_norm_eps=told["rms_norm_eps"],
-        rope_theta=rope.get("rope_theta", 10000.0), rope_scaling=scaling, max_positions=told.get("max_position_embeddings", 2048),
-    )  # fmt: skip
-    head = EagleHead(config)
-    every = torch.eye(width, device=lent.layer["self_attn.q_proj.weight"].device)
-    rows = cast(nn.Linear, lent.head).weight[ids]
-    own = dict(head.named_parameters())
-    with torch.no_grad():
-        for name, weight in lent.layer.items():
-            kind = name.split(".")[-2]
-            if kind in ("k_proj", "v_proj") and weight.ndim == 2:
-                groups = heads // (weight.shape[0] // size)
-                weight = weight.unflatten(0, (-1, size)).repeat_interleave(groups, 0).flatten(0, 1)
-            if kind in ("q_proj", "k_proj", "v_proj") and weight.ndim == 2:
-                own[f"layer.{name}"].zero_()[:, width:] = weight
-            elif name == "input_layernorm.weight":
-                own["layer.hidden_norm.weight"].copy_(weight)
-            elif f"layer.{name}" in own:  # biases and norms that the head has no place for are left out: it only begins here
-                own[f"layer.{name}"].copy_(weight)
-        head.fc.weight.zero_()[:, -width:] = every
-        head.norm.weight.copy_(cast(Tensor, cast(nn.Module, lent.norm).weight))
-        head.lm_head.weight.copy_(rows)
-        head.offsets.copy_(ids - torch.arange(len(ids)))
-    return head
+    def output(self, step: int) -> Float[Tensor, "Vd d"]:
+        return self.rows if self.learner.config.shared else self.learner.lm_head.weight
+
+
+class MedusaLesson(HeadLesson):
+    """For Medusa: every step is a head of its own, and all of them read the target."""
+
+    def said(self, seen: Seen) -> list[Float[Tensor, "B t d"]]:
+        return [self.learner.said(step, seen.final[:, : -2 - step]) for step in range(self.steps)]
+
+    def output(self, step: int) -> Float[Tensor, "Vd d"]:
+        return self.rows if self.learner.config.shared else self.learner.lm_heads[step].weight
+
+
+def fingerprint(values: Tensor) -> int:
+    """Of some of them; whether two are the same."""
+    few = values.detach().flatten()[:: max(1, values.numel() // 4096)].cpu()
+    return zlib.crc32(few.double().numpy().tobytes())
 
 
 def frequent(tokens: Iterable[Int64[Tensor, " n"]], vocab_size: int, size: int) -> Int64[Tensor, " Vd"]:

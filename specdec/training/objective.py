@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ..heads.eagle import EagleHead
+from ..heads import LayerHead
 from ..types import Float
 
 __all__ = ["distilled", "unrolled"]
@@ -18,7 +18,7 @@ _ROWS = 512
 
 
 def unrolled(
-    head: EagleHead, embedded: Float[Tensor, "B T d"], features: Float[Tensor, "B T F"], steps: int
+    head: LayerHead, embedded: Float[Tensor, "B T d"], features: Float[Tensor, "B T F"], steps: int
 ) -> list[Float[Tensor, "B t d"]]:
     """What the output head reads at each step of a draft, at all positions at once.
 
@@ -37,12 +37,11 @@ def unrolled(
     keys: list[Tensor] = []
     values: list[Tensor] = []
     causal = torch.ones(width, width, dtype=torch.bool, device=hidden.device).triu(1)
-    scale = head.config.head_dim**-0.5
-    groups = head.config.num_heads // head.config.num_kv_heads
     for step in range(steps):
         width = embedded.shape[1] - 2 - step
         positions = torch.arange(step, step + width, device=hidden.device).expand(batch, -1)
         residual, query, key, value = head.project(embedded[:, 1 + step : -1], hidden[:, :width], positions)
+        scale, groups = query.shape[-1] ** -0.5, query.shape[1] // key.shape[1]
         keys.append(key.repeat_interleave(groups, 1))
         values.append(value.repeat_interleave(groups, 1))
         scores = query @ keys[0][:, :, :width].transpose(2, 3) * scale
@@ -65,7 +64,7 @@ def distilled(said: Float[Tensor, "N d"], head: Float[Tensor, "Vd d"], truth: Fl
     vocabulary is kept.
 
     Args:
-        said: what the draft head reads; gradients flow to it and to `head`.
+        said: what the draft head reads; gradients flow to it, and to `head` if that is learned too.
         truth: what the target's head reads at the same positions, `target_head` its rows of the draft vocabulary.
         weight: of each position; 0 leaves one out.
     """
@@ -77,7 +76,7 @@ class _Distilled(torch.autograd.Function):
     def forward(ctx: Any, said: Tensor, head: Tensor, truth: Tensor, target_head: Tensor, weight: Tensor) -> Tensor:
         low = truth.dtype
         rows, narrow = head.to(low), said.to(low)
-        slope_said, slope_head = torch.zeros_like(said), torch.zeros_like(head)
+        slope_said, slope_head = torch.zeros_like(said), torch.zeros_like(head) if ctx.needs_input_grad[1] else None
         total = said.new_zeros((), dtype=torch.float32)
         for chunk in torch.arange(len(said), device=said.device).split(_ROWS):
             here = slice(int(chunk[0]), int(chunk[-1]) + 1)
@@ -87,11 +86,12 @@ class _Distilled(torch.autograd.Function):
             total += (weight[here] * (lot - (law * scores).sum(-1))).sum()
             slope = scores.sub_(lot[:, None]).exp_().sub_(law).mul_(weight[here, None]).to(low)
             slope_said[here] = (slope @ rows).to(said.dtype)
-            slope_head += slope.T @ narrow[here]
+            if slope_head is not None:
+                slope_head += slope.T @ narrow[here]
         ctx.save_for_backward(slope_said, slope_head)
         return total
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         slope_said, slope_head = ctx.saved_tensors
-        return grads[0] * slope_said, grads[0] * slope_head, None, None, None
+        return grads[0] * slope_said, None if slope_head is None else grads[0] * slope_head, None, None, None

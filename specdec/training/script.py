@@ -6,6 +6,8 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from jinja2 import TemplateError
+
 __all__ = ["Say", "Script", "Speak", "Template", "Words", "dialogue"]
 
 Words = Sequence[int]
@@ -61,21 +63,31 @@ class Template:
         marks = ["first words", "an answer", "more words", "the end"]
         turns = [{"role": role, "content": mark} for role, mark in zip(["user", "assistant"] * 2, marks, strict=True)]
         if getattr(tokenizer, "chat_template", None) is None:
-            raise ValueError("tokenizer: it has no chat template, so dialogues can't be written; give prompts that are whole texts")
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
+            raise ValueError(
+                "tokenizer: it has no chat template, by which dialogues are written; give dialogues that were written elsewhere"
+            )
+        try:
+            text = tokenizer.apply_chat_template(turns, tokenize=False)
+        except TemplateError as error:
+            raise ValueError(f"tokenizer: its chat template refuses a user and a model in turn, as in {turns}: {error}") from error
         parts = []
         for mark in marks:
             part, found, text = text.partition(mark)
             if not found:
-                raise ValueError(f"tokenizer: its chat template does not show {mark!r} of {turns}; write the prompts as a JSONL file")
+                raise ValueError(
+                    f"tokenizer: its chat template does not show {mark!r} of {turns}; give dialogues that were written elsewhere"
+                )
             parts.append(part)
 
         def encode(words: str) -> list[int]:
             return tokenizer(words, add_special_tokens=False)["input_ids"]
 
         opening, answer, again = map(encode, parts[:3])
-        if not answer or not again or answer[0] != again[0]:
-            raise ValueError(f"tokenizer: turns end with {parts[1]!r} and {parts[2]!r} in its chat template, which share no first token")
+        if not answer or not again or answer[0] != again[0] or parts[1][:1].isspace():
+            raise ValueError(
+                f"tokenizer: turns end with {parts[1]!r} and {parts[2]!r} in its chat template; both should begin with one token that "
+                "ends a turn and does nothing else. Give dialogues that were written elsewhere"
+            )
         return cls(opening, answer, again, encode)
 
 

@@ -18,7 +18,11 @@ from specdec.cli import main
 
 pytestmark = pytest.mark.slow
 
-QUICK = ("--tokens", "3000", "--vocab", "20", "--layers", "0,1,2", "--unroll", "2", "--batch-tokens", "512", "--dtype", "float32")
+QUICK = ("--tokens", "3000", "--batch-tokens", "512", "--dtype", "float32")
+OWN = {
+    "eagle3": ("--vocab", "20", "--layers", "0,1,2", "--unroll", "2"), "mtp": ("--vocab", "20", "--unroll", "2"),
+    "medusa": ("--vocab", "20", "--heads", "2"), "draft": (),
+}  # fmt: skip
 TEMPLATE = "{% for m in messages %}{{ 'u' if m['role'] == 'user' else 'a' }}{{ m['content'] }}z{% endfor %}"
 
 
@@ -40,7 +44,7 @@ def folder(tmp_path_factory, letter_tokenizer) -> str:
 def train(folder, capsys):
     def run(kind: str, *argv: str) -> dict:
         capsys.readouterr()
-        status = main(["train", kind, "--target", folder, "--json", *QUICK, *argv])
+        status = main(["train", kind, "--target", folder, "--json", *QUICK, *OWN[kind], *argv])
         out, err = capsys.readouterr()
         assert status == 0, err
         assert out.count("\n") == 1
@@ -60,6 +64,17 @@ def test_a_head_is_trained_and_drafts(train, folder, tmp_path):
     assert done.stats.drafted > 0
 
 
+@pytest.mark.parametrize("kind, make", [("mtp", specdec.MTPDrafter), ("medusa", specdec.MedusaDrafter)])
+def test_other_heads_are_trained_and_draft(train, folder, tmp_path, kind, make):
+    told = train(kind, "--out", str(tmp_path))
+    assert told["steps"] > 0 and len(told["accepted"]) == 2
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    ids = torch.tensor([[1, 2, 3]])
+    done = specdec.generate(model, ids, drafter=make.from_pretrained(told["path"], model), max_new_tokens=16)
+    assert done.new_tokens[0].equal(specdec.generate(model, ids, drafter=specdec.NullDrafter(), max_new_tokens=16).new_tokens[0])
+    assert done.stats.drafted > 0
+
+
 def test_a_second_call_finds_it_done_and_other_words_are_refused(train, folder, tmp_path, capsys):
     first = train("eagle3", "--out", str(tmp_path))
     weights = load_file(Path(first["path"]) / "model.safetensors")
@@ -67,7 +82,7 @@ def test_a_second_call_finds_it_done_and_other_words_are_refused(train, folder, 
     assert again["steps"] == first["steps"] and again["tokens"] == first["tokens"]
     for name, weight in load_file(Path(again["path"]) / "model.safetensors").items():
         assert weight.equal(weights[name])
-    assert main(["train", "eagle3", "--target", folder, *QUICK, "--out", str(tmp_path), "--rate", "0.5"]) == 1
+    assert main(["train", "eagle3", "--target", folder, *QUICK, *OWN["eagle3"], "--out", str(tmp_path), "--rate", "0.5"]) == 1
     assert "give an empty folder" in capsys.readouterr().err
 
 
@@ -93,7 +108,7 @@ def test_two_processes_end_with_the_same_weights_as_one(train, folder, tmp_path)
     """Up to the order in which gradients are summed."""
     alone = train("eagle3", "--out", str(tmp_path / "one"))
     launch = ["--cpu", "--num_processes", "2", "--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
-    own = ["-m", "specdec", "train", "eagle3", "--target", folder, "--json", *QUICK, "--out", str(tmp_path / "two")]
+    own = ["-m", "specdec", "train", "eagle3", "--target", folder, "--json", *QUICK, *OWN["eagle3"], "--out", str(tmp_path / "two")]
     command = [sys.executable, "-m", "accelerate.commands.launch", *launch, "--main_process_port", "0", *own]
     done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -105,9 +120,12 @@ def test_two_processes_end_with_the_same_weights_as_one(train, folder, tmp_path)
 
 def test_bad_requests_are_named(folder, tmp_path, capsys):
     for argv, words in (
-        (["--data", str(tmp_path / "nothing")], "--data: no dialogues in"),
+        (["--data", str(tmp_path / "nothing")], "--tokens: nothing is written where --data"),
         (["--prompts", str(tmp_path / "lost.jsonl")], "lost.jsonl"),
         (["--layers", "0,1,9"], "layers"),
     ):
-        assert main(["train", "eagle3", "--target", folder, *QUICK, "--out", str(tmp_path / "out"), *argv]) == 1
+        assert main(["train", "eagle3", "--target", folder, *QUICK, *OWN["eagle3"], "--out", str(tmp_path / "out"), *argv]) == 1
         assert words in capsys.readouterr().err
+    lost = ["--out", str(tmp_path), "--data", str(tmp_path / "nothing")]
+    assert main(["train", "eagle3", "--target", folder, "--dtype", "float32", *lost]) == 1
+    assert "--data: no dialogues in" in capsys.readouterr().err

@@ -29,21 +29,21 @@ def prompts(chat):
 
 @pytest.fixture(scope="module")
 def plain(smollm2, prompts):
-    return specdec.generate(smollm2[0], prompts, drafter=NullDrafter(), max_new_tokens=40).new_tokens
+    return specdec.generate(smollm2[0], prompts, drafter=NullDrafter(), max_new_tokens=24).new_tokens
 
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_greedy_texts_are_plain_decoding_s_and_take_fewer_rounds(smollm2, prompts, plain, name):
     """In float32, where the head is bfloat16."""
     drafter = EagleDrafter.from_pretrained(HEAD, smollm2[0], grow=SHAPES[name])
-    found = specdec.generate(smollm2[0], prompts, drafter=drafter, planner=FixedPlanner(12, 4), max_new_tokens=40)
+    found = specdec.generate(smollm2[0], prompts, drafter=drafter, planner=FixedPlanner(12, 4), max_new_tokens=24)
     assert all(mine.equal(theirs) for mine, theirs in zip(found.new_tokens, plain, strict=True))
     assert found.stats.tokens_per_round > 1.25
 
 
 def test_it_is_worth_more_as_a_tree_and_by_rank(smollm2, prompts):
     drafter = EagleDrafter.from_pretrained(HEAD, smollm2[0], grow=SHAPES["dynamic"])
-    found = specdec.generate(smollm2[0], prompts, drafter=drafter, planner=FixedPlanner(24, 5), max_new_tokens=64, return_rounds=True)
+    found = specdec.generate(smollm2[0], prompts, drafter=drafter, planner=FixedPlanner(24, 5), max_new_tokens=40, return_rounds=True)
     assert found.stats.tokens_per_round > 1.5
     assert found.rounds is not None
     rates = by_rank(found.rounds).rates

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from specdec.checkpoints import load_head, save_head
-from specdec.heads.eagle import EagleHead, attend
+from specdec.heads import EagleHead, attend
 from specdec.types import TargetFacts
 
 FOLDER = Path(__file__).parent / "data" / "eagle3_speculators"

@@ -10,8 +10,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.checkpoints import load_head, save_head
-from specdec.heads.eagle import EagleConfig, EagleHead
+from specdec.checkpoints import load_head, load_medusa, load_mtp, save_head, save_medusa, save_mtp
+from specdec.heads import EagleConfig, EagleHead, MedusaConfig, MedusaHeads, MTPConfig, MTPHead
 from specdec.types import TargetFacts
 
 SCALINGS = [
@@ -19,6 +19,7 @@ SCALINGS = [
     {"rope_type": "linear", "factor": 2.0},
     {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64},
 ]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64]
 BEYOND = {"speculators": ("bias",), "eagle": ("norm_output", "norm_before_residual")}
 
 
@@ -31,7 +32,8 @@ def heads(draw, layout: str) -> tuple[dict[str, Any], torch.dtype, list[int], in
     vocab = draw(st.integers(4, 20))
     drafted = vocab if version == 1 else draw(st.integers(2, vocab))
     width = draw(st.sampled_from([4, 6]))
-    layers = (count,) if version == 1 else tuple(draw(st.lists(st.integers(layout == "eagle", count), min_size=1, max_size=4, unique=True)))
+    ids = st.lists(st.integers(layout == "eagle", count), min_size=1, max_size=4, unique=True)
+    layers = (count,) if version == 1 else tuple(sorted(draw(ids)))
     flags = {}
     if version == 3:
         usable = {"norm_before_residual", "norm_output", "fc_norm", "norm_before_fc"} - set(BEYOND[layout])
@@ -55,7 +57,7 @@ def heads(draw, layout: str) -> tuple[dict[str, Any], torch.dtype, list[int], in
         "bias": layout == "eagle" and draw(st.booleans()),
         "own_embedding": draw(st.booleans()),
     }
-    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16, torch.float64]))
+    dtype = draw(st.sampled_from(DTYPES))
     return given, dtype, sorted(draw(st.permutations(range(vocab)))[:drafted]), count
 
 
@@ -69,6 +71,55 @@ def test_a_head_survives_the_disk(layout, data):
     with tempfile.TemporaryDirectory() as folder:
         save_head(head, folder, layout=layout, verifier_name="some/target", verifier_architectures=["LlamaForCausalLM"])
         back = load_head(folder, facts)
+    assert_same(head, back)
+
+
+@pytest.mark.parametrize("layout", ["vllm", "medusa"])
+@given(data=st.data())
+def test_heads_of_medusa_survive_the_disk(layout, data):
+    draw, vllm = data.draw, layout == "vllm"
+    vocab, count = draw(st.integers(4, 20)), draw(st.integers(1, 12))
+    drafted = draw(st.integers(1, vocab)) if vllm else vocab
+    ids = list(range(vocab)) if drafted == vocab else draw(st.permutations(range(vocab)))[:drafted]
+    config = MedusaConfig(
+        (count,), draw(st.integers(1, 12)), draw(st.integers(1, 3)), draw(st.integers(1, 6)), vocab, drafted, draw(st.booleans()),
+        not vllm or draw(st.booleans()),
+    )  # fmt: skip
+    heads = noisy(MedusaHeads(config), draw(st.sampled_from(DTYPES)), ids)
+    with tempfile.TemporaryDirectory() as folder:
+        save_medusa(heads, folder, layout=layout, base_model="some/target")
+        back = load_medusa(folder, TargetFacts(vocab, hidden_size=config.hidden_size, num_layers=count))
+    assert_same(heads, back)
+
+
+@given(data=st.data())
+def test_a_module_for_multi_token_prediction_survives_the_disk(data):
+    draw = data.draw
+    vocab, count, pairs = draw(st.integers(4, 20)), draw(st.integers(1, 12)), draw(st.sampled_from([1, 2]))
+    ids = sorted(draw(st.permutations(range(vocab)))[: draw(st.integers(1, vocab))])
+    config = MTPConfig(
+        (count,), draw(st.integers(1, 8)), draw(st.integers(1, 9)), pairs * draw(st.integers(1, 3)), pairs, draw(st.sampled_from([2, 4])),
+        vocab, len(ids), draw(st.sampled_from([1e-5, 1e-6, 0.013])), draw(st.sampled_from([100.0, 10000.0, 1e6])),
+        draw(st.sampled_from(SCALINGS)), draw(st.integers(64, 4096)),
+    )  # fmt: skip
+    head = noisy(MTPHead(config), draw(st.sampled_from(DTYPES)), ids)
+    with tempfile.TemporaryDirectory() as folder:
+        save_mtp(head, folder, verifier_name="some/target", verifier_architectures=["LlamaForCausalLM"])
+        back = load_mtp(folder, TargetFacts(vocab, hidden_size=config.hidden_size, num_layers=count))
+    assert_same(head, back)
+
+
+def noisy(head: Any, dtype: torch.dtype, ids: list[int]) -> Any:
+    """Fresh heads have zeros and ones, which could change places unseen."""
+    with torch.no_grad():
+        for part in head.parameters():
+            part.normal_()
+    head = head.to(dtype)
+    head.offsets.copy_(torch.tensor(ids) - torch.arange(len(ids)))
+    return head
+
+
+def assert_same(head: Any, back: Any) -> None:
     assert back.config == head.config
     before, after = head.state_dict(), back.state_dict()
     assert before.keys() == after.keys()

@@ -1,4 +1,4 @@
-"""EAGLE's trees against a drafter that keeps nothing: for each node it reads the whole text, and all that is drafted above, anew."""
+"""Trees of heads that read pairs against a drafter that keeps nothing: for each node it reads all that lies above it anew."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from eagle_heads import config, features, filled, said
+from eagle_heads import config, features, filled, mtp, said
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import RepetitionPenaltyLogitsProcessor, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from specdec import Budget, Commit, Context, DraftTree, EagleDrafter, Round
+from specdec import Budget, Commit, Context, DraftTree, PairDrafter, Round
 from specdec.drafters.grow import chain, dynamic, iid, mixed, points, static, without_replacement
 from specdec.drafters.growth import drawable
 from specdec.models.tiny import TinyTarget
@@ -33,7 +33,8 @@ SHAPES = {
 HEADS = [
     (1, {}), (1, {"bias": True, "own_embedding": True}), (3, {}), (3, {"norm_before_residual": True}), (3, {"norm_before_fc": True}),
     (3, {"fc_norm": True}), (3, {"norm_output": True}), (3, {"own_embedding": True, "bias": True}), (3, {"draft_vocab_size": V}),
-    (3, {"norm_output": True, "fc_norm": True, "norm_before_residual": True, "layers": (2, 0)}),
+    (3, {"norm_output": True, "fc_norm": True, "norm_before_residual": True, "layers": (2, 0)}), 
+    ("mtp", {}), ("mtp", {"draft_vocab_size": V}),
 ]  # fmt: skip
 PROCESSORS = {
     "none": [],
@@ -42,26 +43,25 @@ PROCESSORS = {
 }
 
 
-def slow_law(drafter: EagleDrafter, text: list[int], path: list[int], processors: list[Any]) -> torch.Tensor:
+def slow_law(drafter: PairDrafter, text: list[int], path: list[int], processors: list[Any]) -> torch.Tensor:
     """The processed scores after `path` below the last token of the text, from the very beginning."""
     head, ids = drafter.head, torch.tensor([text])
     found = features(TARGET, ids[:, :-1], drafter.needs.layers)
-    hidden = head.fuse(TARGET.net.norm(found) if head.config.version == 1 else found)
+    hidden = head.fuse(TARGET.net.norm(found) if head.config.normed else found)
     tokens = ids[:, 1:]
     out = said(head, TARGET, tokens, hidden)
     for token in path:
         tokens = torch.cat([tokens, torch.tensor([[token]])], 1)
         hidden = torch.cat([hidden, out[:, -1:]], 1)
         out = said(head, TARGET, tokens, hidden)
-    final = head.final(out[0, -1])
     scores = torch.full((1, V), -torch.inf, dtype=torch.float64)
-    scores[0, head.ids] = TARGET.net.head(final) if head.config.version == 1 else head.lm_head(final)
+    scores[0, head.ids] = head.rank(out[0, -1], lambda final: TARGET.net.head(final)[head.ids])
     for processor in processors:
         scores = processor(torch.tensor([[*text, *path]]), scores)
     return scores[0]
 
 
-def slow_tree(drafter: EagleDrafter, grower: Any, text: list[int], budget: tuple[int, int, int], seed: int, points_alone: bool,
+def slow_tree(drafter: PairDrafter, grower: Any, text: list[int], budget: tuple[int, int, int], seed: int, points_alone: bool,
               processors: list[Any]) -> DraftTree:  # fmt: skip
     """What one row should draft: the growth is the same, but each law comes from `slow_law`."""
     source = CounterRng([seed]).round([0], [len(text) - 1], torch.device("cpu"))
@@ -106,9 +106,10 @@ def compare(tree: DraftTree, row: int, wanted: DraftTree) -> None:
 def test_the_trees_are_those_of_a_drafter_that_keeps_nothing(shape, data):
     """Over several rounds, of rows that come and go, whatever was drafted and whatever of it was accepted."""
     version, flags = data.draw(st.sampled_from(HEADS))
+    head = mtp(TARGET, **flags) if version == "mtp" else filled(config(version, TARGET, **flags))
     greedy, sample = data.draw(st.booleans()), data.draw(st.booleans())
     processors = PROCESSORS[data.draw(st.sampled_from(sorted(PROCESSORS)))]
-    drafter = EagleDrafter(filled(config(version, TARGET, **flags)), TARGET, grow=SHAPES[shape], sample=sample)
+    drafter = PairDrafter(head, TARGET, grow=SHAPES[shape], sample=sample)
     alone = greedy or not sample or SHAPES[shape].draws <= points(1).draws
     grower = SHAPES[shape].chosen() if alone else SHAPES[shape]
     token, rows = st.integers(0, V - 1), data.draw(st.integers(1, 3))

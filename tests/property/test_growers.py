@@ -182,7 +182,7 @@ def test_draws_without_replacement_fill_the_same_places(choices, seed):
 
 def test_what_is_no_tree_is_refused_by_the_name_of_what_is_missing():
     for choices, draw, said in (([(0,), (1, 0)], "p", r"\(1, 0\).*\(1,\)"), ([(0,), (2,)], "w", r"\(2,\).*\(1,\)"), ([()], "p", "choices"),
-                                ([(-1,)], "p", "choices"), ([(0,)], "i", "letter: got .*'i'")):  # fmt: skip
+                                ([(-1,)], "p", "choices"), ([(0,)], "i", "choices, draw: got .*'i'")):  # fmt: skip
         with pytest.raises(ValueError, match=said):
             grow.static(choices, draw)
     with pytest.raises(ValueError, match="width, depth: got 0"):

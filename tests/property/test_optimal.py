@@ -14,7 +14,7 @@ from specdec.drafters import ModelDrafter
 from specdec.drafters.grow import points
 from specdec.drafters.optimal import best_choices, expected_tokens
 from specdec.models.tiny import TinyTarget
-from specdec.planning import Rates, by_rank
+from specdec.planning import Rates, by_depth, by_rank
 
 # Medusa's tree for Vicuna 7B, 63 nodes, and EAGLE-1's, 25 nodes, as published: how many children the node at each path has.
 MEDUSA = {
@@ -178,3 +178,42 @@ def test_what_the_rates_promise_is_what_a_tree_gives():
     whole = [done for done in found.rounds if not any(done.finished)]
     rounds, emitted = (sum(len(of(done)) for done in whole) for of in (lambda done: done.rows, lambda done: sum(done.emitted, ())))
     assert expected_tokens([(0,), (1,), (2,)], by_rank(whole).rates) == pytest.approx(emitted / rounds)
+
+
+@given(acceptance=st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=3), min_size=1, max_size=3), nodes=st.integers(0, 6))
+def test_with_chances_of_their_own_at_each_depth_no_tree_promises_more(acceptance, nodes):
+    """Every tree of its size whose elders come first, chances that fall with the rank; and unsorted ones, where no fewer are promised."""
+    falling = [sorted(ranks, reverse=True) for ranks in acceptance]
+    chosen = best_choices(falling, nodes)
+    assert len(chosen) <= nodes and height(chosen) <= len(falling) and {path[:-1] for path in chosen} <= {(), *chosen}
+    best = max(expected_tokens(written(tree), falling) for size in range(nodes + 1) for tree in trees(size, len(falling), 3))
+    assert expected_tokens(chosen, falling) == pytest.approx(best, abs=1e-12)
+    assert expected_tokens(best_choices(acceptance, nodes), acceptance) == pytest.approx(best, abs=1e-12)
+
+
+def test_where_later_heads_are_worse_the_published_tree_of_medusa_is_not_better():
+    rows = [[top * (0.35**rank) for rank in range(10)] for top in (0.56, 0.32, 0.20, 0.15, 0.12)]
+    tree = paths(MEDUSA)
+    assert expected_tokens(best_choices(rows, len(tree)), rows) > expected_tokens(tree, rows)
+    assert max(map(len, best_choices(rows, 63, depth=2))) == 2
+    with pytest.raises(ValueError, match="acceptance"):
+        best_choices([[0.5], [1.5]], 4)
+
+
+def test_counts_by_depth_are_those_by_rank_told_apart():
+    drafter = ModelDrafter(TinyTarget(seed=1), grow=points(3, 2))
+    found = specdec.generate(
+        TinyTarget(), [[1, 2, 3], [4]], drafter=drafter, planner=FixedPlanner(9, 2), max_new_tokens=40, return_rounds=True
+    )
+    first, second = by_depth(found.rounds)
+    every = by_rank(found.rounds)
+    assert first.accepted[0] + second.accepted[0] == every.accepted[0] and first.attempted[2] == every.attempted[2]
+    assert first.attempted[:1] == (found.stats.attempted_by_depth[0],) and len(second.attempted) == 2
+    assert sum(first.accepted) == found.stats.accepted_by_depth[0] and sum(second.accepted) == found.stats.accepted_by_depth[1]
+    assert by_depth([]) == []
+
+
+def test_rates_by_depth_serve_every_draw():
+    noisy = [[0.1, 0.5], [0.3, 0.2, 0.4]]
+    assert specdec.grow.optimal(noisy, 4, draw="w").chains is False
+    assert specdec.grow.optimal(noisy, 1).choices == ((1,),)

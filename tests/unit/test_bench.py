@@ -11,6 +11,7 @@ from specdec.bench import report
 from specdec.bench.measure import Group, Sample, groups_of, measure, warm_up
 from specdec.bench.methods import METHODS, Decoded, Setup, make_methods, read_names
 from specdec.bench.report import by_category, interval, ratio, summary
+from specdec.stats import Stats
 from specdec.testing.audit import compare, tie_width
 
 FAST, SLOW = [(30, 1.0), (10, 1.0)], [(20, 2.0), (20, 3.0)]
@@ -53,7 +54,8 @@ def test_categories_are_compared_within_themselves() -> None:
 
 
 def sample(tokens: int, seconds: float, category: str = "a", rounds: int | None = None, phases=None) -> Sample:
-    return Sample(category, seconds, Decoded([[0] * tokens], rounds, phases))
+    stats = None if phases is None else Stats(seconds=phases, attempted_by_depth=(4, 2), accepted_by_depth=(2, 1))
+    return Sample(category, seconds, Decoded([[0] * tokens], rounds, stats))
 
 
 def test_summary() -> None:
@@ -68,6 +70,7 @@ def test_summary() -> None:
     x = got["x"]
     assert (x["tokens"], x["rounds"], x["tokens_per_round"], x["tokens_per_s"], x["seconds_total"]) == (10, 5, 2.0, 5.0, 2.0)
     assert x["seconds"] == {"prefill": 0, "draft": 0.75, "verify": 0, "accept": 0, "commit": 0, "other": 0.125, "outside": 1.125}
+    assert x["acceptance_by_depth"] == [0.5, 0.5]
     assert x["speedup"]["total"] == 2.0 and x["speedup"]["by_category"] == {"a": 2.0, "b": 2.0}
     assert (x["speedup"]["low"], x["speedup"]["high"]) == pytest.approx((2.0, 2.0))
     assert x["vs_hf_plain"] == 2.0 and x["vs_hf_plain_by_category"] == {"a": 1.0, "b": 3.0}

@@ -239,7 +239,7 @@ def test_damaged_folders_are_refused(eagle, tmp_path):
     (eagle.folder / "config.json").write_text("[")
     with pytest.raises(ValueError, match="config.json"):
         eagle.load()
-    with pytest.raises(ValueError, match="neither a folder"):
+    with pytest.raises(ValueError, match="no such folder"):
         load_head(tmp_path / "not here", FACTS)
 
 
@@ -302,7 +302,7 @@ def test_what_was_there_survives_a_failure(tmp_path, monkeypatch):
         Path(file).write_bytes(b"half")
         raise OSError("no space left on device")
 
-    monkeypatch.setattr("specdec.checkpoints.heads.save_file", full)
+    monkeypatch.setattr("specdec.checkpoints.build.save_file", full)
     with pytest.raises(OSError, match="no space"):
         save_head(made(replace(THIRD, fc_norm=True)), tmp_path)
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before

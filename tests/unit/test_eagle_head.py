@@ -9,7 +9,7 @@ import torch
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from specdec.heads.eagle import EagleConfig, EagleHead, attend
+from specdec.heads import EagleConfig, EagleHead, attend
 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = {"type": "linear", "factor": 4.0}

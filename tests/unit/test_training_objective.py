@@ -7,14 +7,14 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.training.lesson import frequent, fresh_head
+from specdec.training import MedusaLesson, PairLesson, Seen, frequent, fresh_head, fresh_medusa, fresh_mtp
 from specdec.training.objective import distilled, unrolled
 
 
 def head_of(target, layers=(0, 1, 2), size=12):
     ids = torch.arange(0, 2 * size, 2)[:size] % target.facts.vocab_size
     torch.manual_seed(0)
-    head = fresh_head(target.lend(), target.facts, layers, ids.unique()).double()
+    head = fresh_head(target.lend(), target.facts, layers, target.lend().head.weight, ids.unique()).double()
     with torch.no_grad():
         for weight in head.parameters():
             weight.add_(0.1 * torch.randn(weight.shape, dtype=weight.dtype))
@@ -68,7 +68,7 @@ def test_a_fresh_head_begins_as_the_target_s_last_layer(tiny_float64):
     """Shown the input of the last layer and no token, it says what that layer does."""
     target, ids = tiny_float64, torch.arange(16)
     depth = target.facts.num_layers
-    head = fresh_head(target.lend(), target.facts, (0, 1, depth - 1), ids).double()
+    head = fresh_head(target.lend(), target.facts, (0, 1, depth - 1), target.lend().head.weight, ids).double()
     tokens, positions = torch.arange(6)[None] % 16, torch.arange(6)[None]
     cache = target.new_cache(1)
     cache.open(6)
@@ -112,9 +112,77 @@ def test_a_fresh_head_takes_what_it_has_a_place_for(kind):
         config.layer_types = ["full_attention"] * 4
     target = causal_target(getattr(transformers, f"{kind}ForCausalLM")(config).eval())
     assert isinstance(target, HFTarget)
+    if kind == "Gemma2":
+        with pytest.warns(UserWarning, match="random weights"):
+            fresh_head(target.lend(), target.facts, (1, 2, 3), target.lend().head.weight, torch.arange(10))
+        return
     before = [weight.clone() for weight in target.lend().layer.values()]
-    head = fresh_head(target.lend(), target.facts, (1, 2, 3), torch.arange(10))
-    assert all(bool(weight.isfinite().all()) for weight in head.parameters())
+    head = fresh_head(target.lend(), target.facts, (1, 2, 3), target.lend().head.weight, torch.arange(10))
+    layer = target.lend().layer
+    assert head.layer.mlp.up_proj.weight.equal(layer["mlp.up_proj.weight"])
+    assert head.layer.hidden_norm.weight.equal(layer["input_layernorm.weight"])
+    assert head.norm.weight.equal(target.lend().norm.weight)
+    assert head.layer.self_attn.q_proj.weight[:, 32:].equal(layer["self_attn.q_proj.weight"])
+    assert head.lm_head.weight.equal(target.lend().head.weight[:10])
     assert head.config.rope_theta == (5000.0 if kind == "Llama" else 10000.0)
     assert (head.config.rope_scaling is not None) == (kind == "Llama")
     assert all(a.equal(b) for a, b in zip(before, target.lend().layer.values(), strict=True))
+
+
+def seen_of(own, tokens=None, width=8):
+    torch.manual_seed(0)
+    tokens = torch.randint(12, own.shape) if tokens is None else tokens
+    return Seen(tokens, own, *(torch.randn(*own.shape, size).double() for size in (32, 96, 32)))
+
+
+def lessons(target):
+    rows, ids = target.lend().head.weight.detach(), torch.arange(0, 16, 2)
+    lent, facts = target.lend(), target.facts
+    yield PairLesson(fresh_head(lent, facts, (0, 1, 2), rows, ids).double(), rows[ids], 3)
+    mtp, heads = fresh_mtp(lent, facts, ids, scale=3.0).double(), fresh_medusa(facts, ids, 3).double()
+    with torch.no_grad():
+        for weight in (*mtp.parameters(), *heads.parameters()):
+            weight.add_(0.3 * torch.randn(weight.shape, dtype=weight.dtype))
+    yield PairLesson(mtp, rows[ids], 3)
+    yield MedusaLesson(heads, rows[ids], 3)
+
+
+def test_only_own_words_are_learned_and_counted(tiny_float64):
+    """The loss is the sum over the own words in reach; what the head would say of others changes neither it nor the agreement."""
+    for lesson in lessons(tiny_float64):
+        own = torch.rand(2, 9, generator=torch.Generator().manual_seed(3)) < 0.5
+        seen, ids, best = seen_of(own), lesson.learner.ids, torch.randint(0, 16, (2, 9))
+        loss, counts = 0.0, [[0, 0] for _ in range(3)]
+        with torch.no_grad():
+            for step, said in enumerate(lesson.said(seen)):
+                laws = (seen.final @ lesson.rows.T).softmax(-1)
+                logs = (said @ lesson.output(step).T).log_softmax(-1)
+                for row in range(2):
+                    for t in range(9 - 2 - step):
+                        word = t + 2 + step
+                        if bool(own[row, word]) and int(seen.tokens[row, word]) in ids.tolist():
+                            loss -= 0.8**step * float(laws[row, word - 1] @ logs[row, t])
+                        right = [int(ids[(part[row, t] @ lesson.output(n).T).argmax()]) == int(best[row, t + 1 + n])
+                                 for n, part in enumerate(lesson.said(seen)[: step + 1])]  # fmt: skip
+                        if all(bool(own[row, t + 2 + n]) for n in range(step + 1)) and all(right[:-1]):
+                            counts[step][0] += right[-1]
+                            counts[step][1] += 1
+            assert float(lesson(seen)) == pytest.approx(loss, rel=1e-4)
+            assert [list(pair) for pair in lesson.agreement(seen, best)] == counts
+
+
+def test_medusa_heads_read_the_same_state_and_say_tokens_further_and_further_ahead(tiny_float64):
+    *_, lesson = lessons(tiny_float64)
+    seen = seen_of(torch.ones(1, 7, dtype=torch.bool))
+    for step, said in enumerate(lesson.said(seen)):
+        assert said.shape == (1, 5 - step, 32)
+        assert said.equal(lesson.learner.said(step, seen.final[:, : 5 - step]))
+
+
+def test_a_shared_output_head_gets_no_gradient_and_gives_one(tiny_float64):
+    _, mtp, medusa = lessons(tiny_float64)
+    for lesson in (mtp, medusa):
+        lesson(seen_of(torch.ones(2, 9, dtype=torch.bool))).backward()
+        grads = {name: weight.grad for name, weight in lesson.learner.named_parameters()}
+        assert not lesson.rows.requires_grad
+        assert all(grad is not None and bool(grad.any()) for name, grad in grads.items()), grads
