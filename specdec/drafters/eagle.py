@@ -8,6 +8,7 @@ from typing import Any
 
 from ..cache import causal_target
 from ..checkpoints import load_head, save_head
+from ..heads import EagleHead
 from .grow import Shape
 from .pairs import PairDrafter
 
@@ -21,6 +22,8 @@ class EagleDrafter(PairDrafter):
     (`head.ids`). EAGLE-1 is a head of version 1 with a static tree, EAGLE-2 the same with `grow.dynamic()`, EAGLE-3 a head of version 3.
     The arguments, and what they do, are those of `PairDrafter`.
     """
+
+    head: EagleHead
 
     @classmethod
     def from_pretrained(cls, path_or_name: str | Path, target: Any, *, grow: Shape | None = None, sample: bool = True,

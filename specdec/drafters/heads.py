@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..base import Context, Drafter
 from ..cache import Lender, causal_target, output_rows
-from ..heads import HeadConfig, fits
+from ..heads import DraftHead, fits
 from ..ragged import Ragged
 from ..rng import Source
 from ..tree import root_only
@@ -48,14 +48,16 @@ class HeadDrafter(Drafter):
     """A drafter whose head reads the target's hidden states.
 
     Args:
-        head: with `config`, `weight`, `ids` and `offsets`, as in `specdec.heads`.
+        head: any; how it is asked is up to the drafter.
         target: the model that verifies.
         limit: text of so many tokens can be drafted for.
         grow: the shape of the tree; left out, `dynamic(8, depth)` where points alone are drawn, and else `mixed(3, 1)`.
         sample, logits_processor: see the drafters.
     """
 
-    def __init__(self, head: Any, target: Any, limit: int, grow: Shape | None, sample: bool,
+    head: DraftHead
+
+    def __init__(self, head: DraftHead, target: Any, limit: int, grow: Shape | None, sample: bool,
                  logits_processor: Sequence[Callable[..., Any]] | None, depth: int = 5) -> None:  # fmt: skip
         if not isinstance(grow, Shape | None):
             raise TypeError(f"grow: got {grow!r}; give a shape such as specdec.grow.mixed(4, 2, 1)")
@@ -70,7 +72,7 @@ class HeadDrafter(Drafter):
                 f"target: {type(model).__name__} does not lend its embedding; allowed are decoder-only models of Hugging Face transformers "
                 "and objects with a method lend() as in specdec.cache.Lender"
             )
-        config: HeadConfig = head.config
+        config = head.config
         fits(config, model.facts)
         ids = head.ids.tolist()
         if len(set(ids)) < len(ids) or not set(ids) <= set(range(config.vocab_size)):

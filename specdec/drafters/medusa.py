@@ -45,6 +45,8 @@ class MedusaDrafter(HeadDrafter):
         ValueError: the heads were made for another target; `grow` draws from two models.
     """
 
+    head: MedusaHeads
+
     def __init__(self, heads: MedusaHeads, target: Any, *, grow: Shape | None = None, sample: bool = True,
                  logits_processor: Sequence[Callable[..., Any]] | None = None) -> None:  # fmt: skip
         if not isinstance(heads, MedusaHeads):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -53,6 +53,8 @@ class PairDrafter(HeadDrafter):
         TypeError: it is not clear how to run the target, or it does not lend its embedding; a processor with memory can't be copied.
         ValueError: the head was made for another target; `grow` draws from two models.
     """
+
+    head: PairHead
 
     def __init__(self, head: PairHead, target: Any, *, grow: Shape | None = None, sample: bool = True,
                  logits_processor: Sequence[Callable[..., Any]] | None = None) -> None:  # fmt: skip
@@ -161,6 +163,6 @@ class PairDrafter(HeadDrafter):
         """One pass of the layer over the tokens of an open transaction."""
         head, weight = self.head, self.head.weight
         ids = sent(tokens, weight.device)
-        embedded = head.embed_tokens(ids) if head.config.own_embedding else self._lent.embed(ids)
+        embedded = cast(Any, head).embed_tokens(ids) if head.config.own_embedding else self._lent.embed(ids)
         mask = state.cache.mask(sent(seen, weight.device))
         return head(embedded.to(weight), hidden, sent(positions, weight.device), mask, state.cache.write)

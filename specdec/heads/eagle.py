@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..types import Float, Int64
-from .pairs import LayerHead, Output
+from .draft import Output
+from .pairs import LayerHead
 from .parts import MLP, Attention, Norm, after_attention, check_layer, check_vocabulary
 
 __all__ = ["EagleConfig", "EagleHead", "usual_layers"]
@@ -85,7 +86,7 @@ class EagleHead(LayerHead):
     config: EagleConfig
 
     def __init__(self, config: EagleConfig) -> None:
-        super().__init__()
+        super().__init__(config.draft_vocab_size)
         self.config = c = config
         first = c.version == 1
         self.fc = nn.Linear(2 * c.hidden_size if first else len(c.layers) * c.target_hidden_size, c.hidden_size, bias=c.bias)
@@ -99,7 +100,6 @@ class EagleHead(LayerHead):
             self.lm_head = nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False)
         if c.own_embedding:
             self.embed_tokens = nn.Embedding(c.vocab_size, c.hidden_size)
-        self.register_buffer("offsets", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
 
     def fuse(self, features: Float[Tensor, "*rows F"]) -> Float[Tensor, "*rows d"]:
         """See `PairHead`."""

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ..types import Float, Int64
-from .pairs import Output
+from ..types import Float
+from .draft import DraftHead, Output
 from .parts import check_vocabulary
 
 __all__ = ["MedusaConfig", "MedusaHeads"]
@@ -52,37 +51,21 @@ class MedusaConfig:
         return self.hidden_size
 
 
-class MedusaHeads(nn.Module):
-    """Head i says token t + 2 + i from what the target's output head reads at token t (Cai et al. 2024, arXiv 2401.10774, section 2.1).
+class MedusaHeads(DraftHead):
+    """Head i says token t + 2 + i from what the target's output head reads at token t (Cai et al. 2024, arXiv 2401.10774, section 2.1)."""
 
-    `offsets[i] + i` is the target's id of draft token i.
-    """
-
-    offsets: Tensor
+    config: MedusaConfig
 
     def __init__(self, config: MedusaConfig) -> None:
-        super().__init__()
+        super().__init__(config.draft_vocab_size)
         self.config = c = config
-        self.blocks = nn.ModuleList(nn.ModuleList(_Block(c.hidden_size, c.bias) for _ in range(c.blocks)) for _ in range(c.heads))
+        self.blocks = nn.ModuleList(nn.Sequential(*(_Block(c.hidden_size, c.bias) for _ in range(c.blocks))) for _ in range(c.heads))
         if not c.shared:
             self.lm_heads = nn.ModuleList(nn.Linear(c.hidden_size, c.draft_vocab_size, bias=False) for _ in range(c.heads))
-        self.register_buffer("offsets", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
-
-    @property
-    def weight(self) -> Tensor:
-        """Some parameter: it lies where the heads compute, in the precision that they compute in."""
-        return next(self.parameters())
-
-    @property
-    def ids(self) -> Int64[Tensor, " Vd"]:
-        """The target's id of each token that can be drafted."""
-        return self.offsets + torch.arange(len(self.offsets), device=self.offsets.device)
 
     def said(self, head: int, hidden: Float[Tensor, "*rows d"]) -> Float[Tensor, "*rows d"]:
         """What the output head of this head reads, from what the target's reads."""
-        for block in self.blocks[head]:  # type: ignore[union-attr]
-            hidden = block(hidden)
-        return hidden
+        return self.blocks[head](hidden)
 
     def rank(self, head: int, hidden: Float[Tensor, "*rows d"], output: Output) -> Float[Tensor, "*rows Vd"]:
         """Scores of what can be drafted; `output` makes them where the target's output head is shared."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from ..types import Float, Int64
-from .pairs import LayerHead, Output
+from .draft import Output
+from .pairs import LayerHead
 from .parts import MLP, Attention, Norm, after_attention, check_layer, check_vocabulary
 
 __all__ = ["MTPConfig", "MTPHead"]
@@ -64,12 +65,11 @@ class MTPHead(LayerHead):
     config: MTPConfig
 
     def __init__(self, config: MTPConfig) -> None:
-        super().__init__()
+        super().__init__(config.draft_vocab_size)
         self.config = c = config
         self.enorm, self.hnorm, self.norm = (Norm(c.hidden_size, c.rms_norm_eps) for _ in range(3))
         self.eh_proj = nn.Linear(2 * c.hidden_size, c.hidden_size, bias=False)
         self.layer = _Layer(c)
-        self.register_buffer("offsets", torch.zeros(c.draft_vocab_size, dtype=torch.int64))
 
     def fuse(self, features: Float[Tensor, "*rows F"]) -> Float[Tensor, "*rows d"]:
         """See `PairHead`."""

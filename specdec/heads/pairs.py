@@ -2,49 +2,20 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable
 from typing import Protocol, runtime_checkable
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from ..types import Bool, Float, Int64, TargetFacts
+from ..types import Bool, Float, Int64
+from .draft import DraftHead, HeadConfig, Output
 from .parts import attend
 
-__all__ = ["HeadConfig", "LayerHead", "Output", "PairConfig", "PairHead", "Write", "fits"]
+__all__ = ["LayerHead", "PairConfig", "PairHead", "Write"]
 
 Write = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Puts a layer's new keys and values `[B, Hkv, T, D]` into a cache, and gives all that it holds, `[B, Hkv, S, D]`."""
-
-
-Output = Callable[[Tensor], Tensor]
-"""An output head: from hidden states `[..., d]` to scores."""
-
-
-@runtime_checkable
-class HeadConfig(Protocol):
-    """What any drafter that reads the target has to know of its head."""
-
-    @property
-    def layers(self) -> tuple[int, ...]:
-        """Which hidden states of the target are read, as ids of input boundaries, see `specdec.types.Features`."""
-        ...
-
-    @property
-    def normed(self) -> bool:
-        """What is read has gone through the target's final norm: it is what the target's output head reads."""
-        ...
-
-    @property
-    def shared(self) -> bool:
-        """The target's output head ranks what can be drafted."""
-        ...
-
-    @property
-    def target_hidden_size(self) -> int: ...
-    @property
-    def vocab_size(self) -> int: ...
 
 
 @runtime_checkable
@@ -59,7 +30,7 @@ class PairConfig(HeadConfig, Protocol):
     def max_positions(self) -> int: ...
 
 
-class PairHead(nn.Module, ABC):
+class PairHead(DraftHead):
     """Reads pairs of a token and the target's features of the token before it; says which token comes next.
 
     The pair at position t is (token t + 1, feature t). What the layer says of it takes the place of the next feature where the target's own
@@ -67,18 +38,6 @@ class PairHead(nn.Module, ABC):
     """
 
     config: PairConfig
-    offsets: Tensor
-    """`offsets[i] + i` is the target's id of draft token i."""
-
-    @property
-    def weight(self) -> Tensor:
-        """Some parameter: it lies where the head computes, in the precision that it computes in."""
-        return next(self.parameters())
-
-    @property
-    def ids(self) -> Int64[Tensor, " Vd"]:
-        """The target's id of each token that can be drafted."""
-        return self.offsets + torch.arange(len(self.offsets), device=self.offsets.device)
 
     @abstractmethod
     def fuse(self, features: Float[Tensor, "*rows F"]) -> Float[Tensor, "*rows d"]:
@@ -122,13 +81,3 @@ class LayerHead(PairHead):
         residual, query, key, value = self.project(embedded, hidden, positions)
         keys, values = write(0, key, value)
         return self.finish(residual, attend(query, keys, values, mask))
-
-
-def fits(config: HeadConfig, facts: TargetFacts) -> None:
-    """ValueError if a head like this was made for another target than these are the facts of."""
-    pairs = [("hidden_size", config.target_hidden_size, facts.hidden_size), ("vocab_size", config.vocab_size, facts.vocab_size)]
-    for name, mine, theirs in pairs:
-        if theirs is not None and mine != theirs:
-            raise ValueError(f"head: its target has {name} {mine}, this one {theirs}: it was trained for another target")
-    if facts.num_layers is not None and not all(0 <= layer <= facts.num_layers for layer in config.layers):
-        raise ValueError(f"head: it reads layers {config.layers}; this target has the input boundaries 0 to {facts.num_layers}")

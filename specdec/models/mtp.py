@@ -58,8 +58,8 @@ class NativeModule(PairHead):
     config: NativeConfig
 
     def __init__(self, mtp_model: Any, target: PreTrainedModel) -> None:
-        super().__init__()
         text = target.config.get_text_config(decoder=True)
+        super().__init__(text.vocab_size, next(mtp_model.layers[0].parameters()).device)
         _check(target, mtp_model.config)
         # the last pair is read one position behind its own
         self.config = NativeConfig((text.num_hidden_layers,), text.hidden_size, text.vocab_size, text.max_position_embeddings - 1)
@@ -67,7 +67,6 @@ class NativeModule(PairHead):
         self._rotary = (mtp_model.rotary_emb,)  # the target's: in a tuple, it does not move with this module
         known = inspect.signature(self.module.forward).parameters
         self._keyword = "cache" if "cache" in known else "past_key_values"
-        self.register_buffer("offsets", torch.zeros(text.vocab_size, dtype=torch.int64, device=self.weight.device))
 
     def fuse(self, features: Float[Tensor, "*rows F"]) -> Float[Tensor, "*rows d"]:
         """See `PairHead`."""

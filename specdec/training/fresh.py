@@ -46,7 +46,7 @@ def fresh_head(lent: Lent, facts: TargetFacts, layers: tuple[int, ...], rows: Fl
                 own[f"layer.{name}"].copy_(weight)
         head.fc.weight.zero_()[:, -width:] = torch.eye(width)
         head.lm_head.weight.copy_(rows[ids])
-        head.offsets.copy_(ids - torch.arange(len(ids), device=ids.device))
+        head.draft(ids)
     return head
 
 
@@ -70,7 +70,7 @@ def fresh_mtp(lent: Lent, facts: TargetFacts, ids: Int64[Tensor, " Vd"], scale: 
             elif f"layer.{name}" in own:
                 own[f"layer.{name}"].copy_(weight)
         head.eh_proj.weight.zero_()[:, config.hidden_size :] = scale * torch.eye(config.hidden_size)
-        head.offsets.copy_(ids - torch.arange(len(ids), device=ids.device))
+        head.draft(ids)
     return head
 
 
@@ -80,7 +80,7 @@ def fresh_medusa(facts: TargetFacts, ids: Int64[Tensor, " Vd"], heads: int, bloc
         (cast(int, facts.num_layers),), heads, blocks, cast(int, facts.hidden_size), facts.vocab_size, len(ids), shared=True
     )
     found = MedusaHeads(config)
-    found.offsets.copy_(ids - torch.arange(len(ids), device=ids.device))
+    found.draft(ids)
     return found
 
 

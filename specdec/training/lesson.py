@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..cache import CausalTarget, Lent, read
+from ..heads import DraftHead
 from ..types import Bool, Float, Int64
 from .objective import distilled, unrolled
 
@@ -109,7 +110,7 @@ class HeadLesson(Lesson):
     """A head learns the target's law at every depth of a draft.
 
     Args:
-        head: with `ids`, the target's id of each token that it drafts.
+        head: whose config is a dataclass.
         rows: of the target's output head those of these tokens, see `specdec.cache.output_rows`.
         steps: how far a draft is looked at.
         fading: the weight of a step against the one before.
@@ -118,7 +119,7 @@ class HeadLesson(Lesson):
     rows: Tensor
     reach: Tensor
 
-    def __init__(self, head: Any, rows: Float[Tensor, "Vd D"], steps: int, fading: float = 0.8) -> None:
+    def __init__(self, head: DraftHead, rows: Float[Tensor, "Vd D"], steps: int, fading: float = 0.8) -> None:
         super().__init__(head, steps, sum(fading**step for step in range(steps)))
         self.fading = fading
         reach = torch.zeros(head.config.vocab_size, dtype=torch.bool, device=head.offsets.device)
